@@ -6,6 +6,7 @@
 //! - [`operator`]: what an operator declares, its strategy first, and the registry of all
 //!   operators;
 //! - [`operators`]: for each operator: strategy, case, inputs, oracle, kernel, laws;
+//! - [`calls`]: operators as functions of a caller's tensors;
 //! - [`case`]: one comparison, one line of JSON, and how its inputs are drawn;
 //! - [`external`]: a third-party kernel in a separate process;
 //! - [`judge`]: what runs a case, what is compared, and how strictly;
@@ -23,6 +24,7 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod bisect;
+pub mod calls;
 pub mod case;
 pub mod change;
 pub mod command;

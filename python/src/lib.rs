@@ -1,7 +1,12 @@
 //! `dsv4_parity._native`: the harness as a Python extension.
 
 mod command;
+mod devices;
+mod emulated;
+mod errors;
 mod host;
+mod plan;
+mod signatures;
 
 use pyo3::prelude::*;
 
@@ -10,6 +15,11 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     host::work_if_started_for_that();
     host::declare(module)?;
+    module.add("DeviceError", module.py().get_type::<errors::DeviceError>())?;
+    module.add_class::<plan::Plan>()?;
     module.add_function(wrap_pyfunction!(command::main, module)?)?;
+    module.add_function(wrap_pyfunction!(signatures::operators, module)?)?;
+    module.add_function(wrap_pyfunction!(signatures::describe, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     Ok(())
 }

@@ -62,6 +62,11 @@ impl Call {
         self.case.line()
     }
 
+    /// Whether the case has a backward.
+    pub fn has_backward(&self) -> bool {
+        self.specs.gradients().next().is_some()
+    }
+
     /// Why it cannot run on a device like this one.
     pub fn cannot_run(&self, environment: &Environment) -> Option<String> {
         self.case.cannot_run(environment)

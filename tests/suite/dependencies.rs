@@ -102,6 +102,7 @@ const ROOMS: [&str; 16] = [
     "operator",
     "model",
     "operators",
+    "calls",
     "change",
     "judge",
     "external",

@@ -8,6 +8,7 @@ mod benchmarks;
 mod beside;
 mod bisect;
 mod caches;
+mod calls;
 mod cases;
 mod checkpoint;
 mod command_line;

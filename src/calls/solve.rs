@@ -1,0 +1,568 @@
+//! The case that declares given tensors: one of the operator's own cases, with the sizes of these
+//! tensors and the numbers and words of the caller.
+
+use std::collections::BTreeMap;
+
+use crate::case::{Case, CaseError};
+use crate::operator::call::Call;
+use crate::operator::declaration::Axis;
+use dsv4_runtime::DType;
+use serde_json::Value;
+
+use super::fields::{leaves, set};
+use super::observed::{Observed, Observer, Seen, Sizes};
+use super::signature::{Argument, Field, Kind, Signature, Site, Template, free_axes};
+
+/// A tensor of the caller.
+#[derive(Clone, Debug)]
+pub struct Given {
+    /// The argument.
+    pub name: String,
+    /// Its type.
+    pub dtype: DType,
+    /// Its sizes.
+    pub shape: Vec<usize>,
+    /// Its strides, in elements.
+    pub strides: Vec<i64>,
+}
+
+/// A call that declares the given tensors.
+pub struct Solved {
+    /// The call.
+    pub call: Call,
+    /// Its tensors and launches; where nothing is launched, those of a larger case.
+    pub observed: Observed,
+    /// The sizes of axes that the caller told.
+    pub sizes: Sizes,
+}
+
+/// Why tensors and options fit no case: the argument, its value and the rule.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Misfit {
+    argument: String,
+    reason: String,
+    /// How far it is from a fit; the smallest is reported.
+    distance: usize,
+}
+
+impl Misfit {
+    fn new(argument: &str, reason: impl Into<String>, distance: usize) -> Self {
+        Self { argument: argument.into(), reason: reason.into(), distance }
+    }
+
+    /// With the numbers of which sizes may follow, and which nothing told.
+    fn with_open(self, case: &Case, open: &[&Field]) -> Self {
+        if open.is_empty() {
+            return self;
+        }
+        let leaves = leaves(case);
+        let values = open.iter().map(|field| format!("{}={}", field.keyword, leaves[&field.path]));
+        let values: Vec<String> = values.collect();
+        let reason = format!("{}, where {} is not given", self.reason, values.join(" and "));
+        Self { reason, ..self }
+    }
+
+    /// The message of the error.
+    pub fn message(&self, operator: &str) -> String {
+        format!("{operator}: argument `{}`: {}", self.argument, self.reason)
+    }
+}
+
+/// Values of the caller by argument.
+pub type Options = BTreeMap<String, Value>;
+
+/// A seed that no declared case has.
+const SEED: u64 = 40_961;
+
+/// Distances of misfits: the farther one is known earlier.
+const OF_NAMES: usize = 1000;
+const OF_TYPES: usize = 100;
+
+/// Finds the call.
+///
+/// # Errors
+/// The misfit of the case that comes closest.
+pub fn solve(
+    signature: &Signature,
+    direction: usize,
+    given: &[Given],
+    options: &Options,
+    observer: &Observer,
+) -> Result<Solved, Misfit> {
+    let arguments = signature.given(direction);
+    given.iter().try_for_each(|tensor| of_argument(tensor, &arguments))?;
+    options.iter().try_for_each(|(name, value)| of_option(signature, name, value))?;
+    let place = |tensor: &Given| {
+        arguments.iter().position(|known| known.spec.name == tensor.name).unwrap_or_default()
+    };
+    let mut given = given.to_vec();
+    given.sort_by_key(place);
+    let given = &given[..];
+    let words =
+        |field: &&Field| field.kind == Kind::Choice && !options.contains_key(&field.keyword);
+    let open: Vec<&Field> = signature.fields.iter().filter(words).collect();
+    let mut closest: Option<Misfit> = None;
+    let mut found: Option<(Solved, Vec<Option<Value>>)> = None;
+    for template in candidates(signature, direction, given) {
+        let mut case = template.case.clone();
+        match fitted(signature, direction, template, &mut case, given, options, observer) {
+            Ok(solved) => {
+                let leaves = leaves(&case);
+                let chosen: Vec<_> =
+                    open.iter().map(|field| leaves.get(&field.path).cloned()).collect();
+                match &found {
+                    None => found = Some((solved, chosen)),
+                    Some((_, before)) => unambiguous(&open, before, &chosen)?,
+                }
+            }
+            Err(misfit) => {
+                if closest.as_ref().is_none_or(|closest| misfit.distance < closest.distance) {
+                    closest = Some(misfit);
+                }
+            }
+        }
+    }
+    match (found, closest) {
+        (Some((solved, _)), _) => Ok(solved),
+        (None, Some(misfit)) => Err(misfit),
+        (None, None) => Err(Misfit::new("arguments", "no case of the operator has them", 0)),
+    }
+}
+
+/// Rejects a tensor that no case can have.
+fn of_argument(tensor: &Given, arguments: &[Argument]) -> Result<(), Misfit> {
+    let refuse = |reason| Err(Misfit::new(&tensor.name, reason, 0));
+    let Some(argument) = arguments.iter().find(|known| known.spec.name == tensor.name) else {
+        return refuse("there is no argument of this name".to_owned());
+    };
+    if !argument.dtypes.contains(&tensor.dtype.to_string()) {
+        let known: Vec<&str> = argument.dtypes.iter().map(String::as_str).collect();
+        return refuse(format!("element type {} must be {}", tensor.dtype, known.join(" or ")));
+    }
+    Ok(())
+}
+
+/// Rejects a value that no case can have.
+fn of_option(signature: &Signature, name: &str, value: &Value) -> Result<(), Misfit> {
+    let refuse = |reason| Err(Misfit::new(name, reason, 0));
+    let Some(field) = signature.fields.iter().find(|field| field.keyword == name) else {
+        return match (signature.free.contains(name), value.is_u64()) {
+            (true, true) => Ok(()),
+            (true, false) => refuse(format!("{value} must be a whole number, not negative")),
+            (false, _) => refuse("there is no argument of this name".to_owned()),
+        };
+    };
+    let is_whole = field.values.iter().all(Value::is_u64);
+    match field.kind {
+        Kind::Choice if !field.values.contains(value) && !value.is_array() => {
+            let values: Vec<String> = field.values.iter().map(Value::to_string).collect();
+            refuse(format!("{value} must be one of {}", values.join(", ")))
+        }
+        Kind::Number | Kind::Size(_) if is_whole && !value.is_u64() => {
+            refuse(format!("{value} must be a whole number, not negative"))
+        }
+        Kind::Number | Kind::Size(_) if !value.is_number() => {
+            refuse(format!("{value} must be a number"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The cases with the given tensors' names first, then those with some of them.
+fn candidates<'s>(
+    signature: &'s Signature,
+    direction: usize,
+    given: &[Given],
+) -> Vec<&'s Template> {
+    let distance = |template: &&Template| {
+        let has = |name: &str| given.iter().any(|tensor| tensor.name == name);
+        let seen: Vec<_> = template.observed.given(direction).collect();
+        let absent = seen.iter().filter(|seen| !has(seen.spec.name)).count();
+        let of = |tensor: &Given| {
+            let same = seen.iter().find(|seen| seen.spec.name == tensor.name);
+            same.map_or(OF_NAMES, |seen| {
+                let rank = seen.spec.axes.len() != tensor.shape.len();
+                usize::from(seen.spec.dtype != tensor.dtype) + usize::from(rank)
+            })
+        };
+        OF_NAMES * absent + given.iter().map(of).sum::<usize>()
+    };
+    let launching =
+        signature.templates.iter().filter(|template| template.observed.launches_in(direction));
+    let mut all: Vec<(usize, &Template)> =
+        launching.map(|template| (distance(&template), template)).collect();
+    all.sort_by_key(|(distance, _)| *distance);
+    let least = all.first().map_or(0, |(distance, _)| *distance);
+    // Where some case has these very tensors, others need no trial.
+    let most = if least == 0 { 0 } else { least + 4 };
+    all.into_iter().filter(|(distance, _)| *distance <= most).map(|(_, one)| one).collect()
+}
+
+/// Sets the fields of a case, and compares what it then declares with the given tensors.
+fn fitted(
+    signature: &Signature,
+    direction: usize,
+    template: &Template,
+    case: &mut Case,
+    given: &[Given],
+    options: &Options,
+    observer: &Observer,
+) -> Result<Solved, Misfit> {
+    set_options(signature, case, given, options);
+    set_modes(signature, case, given, options);
+    set_sizes(signature, template, case, given, options);
+    set_gaps(signature, template, case, given);
+    let open = open_numbers(signature, case, given, options);
+    let call = signature.operator.call(case).map_err(|error| of_case(signature, &error))?;
+    let sizes = free_sizes(signature, &call, given, options);
+    for tensor in given {
+        compare(tensor, &call, &sizes).map_err(|misfit| misfit.with_open(case, &open))?;
+    }
+    let observed = observer.observe_with(&call, &sizes);
+    let observed = observed.map_err(|error| of_launcher(&error.to_string()))?;
+    let of_values = free_axes(signature.operator, observer, case, &observed, SEED);
+    let untold =
+        of_values.iter().find(|axis| !sizes.contains_key(*axis) && signature.free.contains(*axis));
+    if let Some(axis) = untold {
+        return Err(Misfit::new(axis, "it must be given: values decide it", 2));
+    }
+    let observed =
+        if observed.launches_in(direction) { observed } else { template.observed.clone() };
+    let missing = observed
+        .given(direction)
+        .find(|seen| given.iter().all(|tensor| tensor.name != seen.spec.name));
+    if let Some(seen) = missing {
+        return Err(Misfit::new(seen.spec.name, "it must be present", OF_NAMES));
+    }
+    let unused =
+        |tensor: &&Given| observed.given(direction).all(|seen| seen.spec.name != tensor.name);
+    if let Some(tensor) = given.iter().find(unused) {
+        return Err(Misfit::new(&tensor.name, "such a call does not read it", OF_NAMES));
+    }
+    all_told(signature, case, &observed, &open, observer)?;
+    Ok(Solved { call, observed, sizes })
+}
+
+/// The sizes that values decide: the caller's, or those of given tensors.
+fn free_sizes(signature: &Signature, call: &Call, given: &[Given], options: &Options) -> Sizes {
+    let size = |axis: &&'static str| {
+        let asked = options.get(*axis).and_then(Value::as_u64).map(|size| size as usize);
+        let of_given = || {
+            given.iter().find_map(|tensor| {
+                let at = call.specs().find(&tensor.name)?.axis(axis)?;
+                tensor.shape.get(at).copied()
+            })
+        };
+        Some((*axis, asked.or_else(of_given)?))
+    };
+    signature.free.iter().filter_map(size).collect()
+}
+
+/// Sets words and numbers: the caller's, or the model's.
+fn set_options(signature: &Signature, case: &mut Case, given: &[Given], options: &Options) {
+    for field in &signature.fields {
+        let value = match (options.get(&field.keyword), field.is_implementation()) {
+            (Some(value), _) => Some(value.clone()),
+            (None, true) => Some(slowest(field)),
+            (None, false) if field.kind == Kind::Mode => None,
+            (None, false) => field.default.clone(),
+        };
+        let Some(value) = value else { continue };
+        let mut changed = case.clone();
+        set(&mut changed, &field.path, &value);
+        let is_asked = options.contains_key(&field.keyword) || field.is_implementation();
+        let is_there = leaves(case).get(&field.path).is_some_and(|value| value.as_u64() != Some(0));
+        // What the model has must not contradict the given tensors.
+        let fits = || misfits(signature, &changed, given) <= misfits(signature, case, given);
+        if is_asked || is_there && fits() {
+            *case = changed;
+        }
+    }
+}
+
+/// The kernels that run everywhere; [`Call::fastest`] replaces them.
+fn slowest(field: &Field) -> Value {
+    if field.path.ends_with("library") { false.into() } else { "portable".into() }
+}
+
+/// How many of the given tensors a case does not have, or has with another type.
+fn misfits(signature: &Signature, case: &Case, given: &[Given]) -> usize {
+    let Ok(call) = signature.operator.call(case) else { return usize::MAX };
+    let misfit = |tensor: &&Given| {
+        call.specs()
+            .find(&tensor.name)
+            .is_none_or(|spec| (spec.dtype, spec.axes.len()) != (tensor.dtype, tensor.shape.len()))
+    };
+    given.iter().filter(misfit).count()
+}
+
+/// Sets a word that the caller did not give, where the case's tensors have other types than the
+/// given ones, and another value of the word has fewer of them.
+fn set_modes(signature: &Signature, case: &mut Case, given: &[Given], options: &Options) {
+    let mut least = misfits(signature, case, given);
+    let words = signature.fields.iter().filter(|field| {
+        matches!(field.kind, Kind::Mode | Kind::Choice) && !options.contains_key(&field.keyword)
+    });
+    for field in words {
+        for value in &field.values {
+            if least == 0 {
+                return;
+            }
+            let mut other = case.clone();
+            if !set(&mut other, &field.path, value) {
+                continue;
+            }
+            let misfits = misfits(signature, &other, given);
+            if misfits < least {
+                (least, *case) = (misfits, other);
+            }
+        }
+    }
+}
+
+/// The numbers that neither the caller, nor the given tensors, nor the model tell.
+fn open_numbers<'s>(
+    signature: &'s Signature,
+    case: &Case,
+    given: &[Given],
+    options: &Options,
+) -> Vec<&'s Field> {
+    let leaves = leaves(case);
+    let is_open = |field: &&Field| {
+        let told = match &field.kind {
+            Kind::Number => false,
+            Kind::Size(sites) => sites.iter().any(|site| is_given(given, site.tensor)),
+            _ => true,
+        };
+        let told = told || field.default.is_some() || options.contains_key(&field.keyword);
+        !told && leaves.contains_key(&field.path)
+    };
+    signature.fields.iter().filter(is_open).collect()
+}
+
+/// Rejects a call whose launches, or what they write, depend on a number that nothing tells.
+fn all_told(
+    signature: &Signature,
+    case: &Case,
+    observed: &Observed,
+    open: &[&Field],
+    observer: &Observer,
+) -> Result<(), Misfit> {
+    let tensors = |observed: &Observed, given: bool| -> Vec<_> {
+        let of = |seen: &&Seen| (0..2).any(|d| seen.needed[d] && seen.is_read(d)) == given;
+        let all = observed.tensors.iter().filter(of);
+        all.map(|seen| (seen.spec.name, seen.spec.dtype, seen.spec.shape())).collect()
+    };
+    for field in open {
+        let value = leaves(case)[&field.path].as_f64().unwrap_or_default();
+        for other in [value + 1.0, value * 2.0 + 0.5, value * 2.0] {
+            let mut changed = case.clone();
+            let is_whole = leaves(case)[&field.path].is_u64();
+            let other: Value = if is_whole { (other as u64).into() } else { other.into() };
+            set(&mut changed, &field.path, &other);
+            let Ok(call) = signature.operator.call(&changed) else { continue };
+            let Ok(again) = observer.observe(&call) else { continue };
+            let same = tensors(&again, true) == tensors(observed, true);
+            let else_same = tensors(&again, false) == tensors(observed, false)
+                && again.launches == observed.launches;
+            if same && !else_same {
+                return Err(Misfit::new(&field.keyword, "it must be given", 2));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reads sizes off the given tensors: first those that are a field, then multiples of others.
+fn set_sizes(
+    signature: &Signature,
+    template: &Template,
+    case: &mut Case,
+    given: &[Given],
+    options: &Options,
+) {
+    for scaled in [false, true] {
+        for field in &signature.fields {
+            let Kind::Size(sites) = &field.kind else { continue };
+            if options.contains_key(&field.keyword) {
+                continue;
+            }
+            // In the order in which the operator declares its tensors.
+            let told = given.iter().flat_map(|tensor| {
+                sites
+                    .iter()
+                    .filter(|site| site.tensor == tensor.name)
+                    .map(move |site| (tensor, site))
+            });
+            let told: Vec<_> = told.collect();
+            let is_told = told.iter().any(|(_, site)| !site.scaled);
+            if scaled && is_told {
+                continue;
+            }
+            let sizes = told.into_iter().filter(|(_, site)| site.scaled == scaled);
+            let mut sizes = sizes.filter_map(|(tensor, site)| {
+                let size = *tensor.shape.get(axis_of(template, site)?)?;
+                if scaled { unscaled(signature, case, field, site, size) } else { Some(size) }
+            });
+            if let Some(size) = sizes.next() {
+                set(case, &field.path, &size.into());
+            }
+        }
+    }
+}
+
+/// Sets the space between rows that the strides of given tensors have. It may include what fills up
+/// a row.
+fn set_gaps(signature: &Signature, template: &Template, case: &mut Case, given: &[Given]) {
+    for seen in &template.observed.tensors {
+        let tensor = given.iter().find(|tensor| tensor.name == seen.spec.name);
+        let (Some(name), Some(tensor)) = (seen.spec.gap_of, tensor) else { continue };
+        let gap = match (&tensor.shape[..], &tensor.strides[..]) {
+            ([.., row], [.., stride, _]) => u64::try_from(stride - *row as i64).unwrap_or(0),
+            _ => 0,
+        };
+        let leaves = leaves(case);
+        let Some((path, value)) = leaves.iter().find(|(path, _)| path.ends_with(name)) else {
+            continue;
+        };
+        let call = signature.operator.call(case);
+        let declared =
+            call.ok().and_then(|call| Some(call.specs().find(&tensor.name)?.minimum_gap));
+        let filling = declared
+            .map_or(0, |declared| (declared as u64).saturating_sub(value.as_u64().unwrap_or(0)));
+        set(case, path, &gap.saturating_sub(filling).into());
+    }
+}
+
+/// The index of a site's axis in such a case.
+fn axis_of(template: &Template, site: &Site) -> Option<usize> {
+    let seen = template.observed.tensors.iter().find(|seen| seen.spec.name == site.tensor)?;
+    seen.spec.axis(site.axis)
+}
+
+/// The field of which the size of an axis is a multiple, as it is in this case.
+fn unscaled(
+    signature: &Signature,
+    case: &Case,
+    field: &Field,
+    site: &Site,
+    size: usize,
+) -> Option<usize> {
+    let call = signature.operator.call(case).ok()?;
+    let spec = call.specs().find(site.tensor)?;
+    let declared = spec.axes[spec.axis(site.axis)?].extent;
+    let value = leaves(case).get(&field.path)?.as_u64()? as usize;
+    (declared > 0 && (size * value).is_multiple_of(declared)).then(|| size * value / declared)
+}
+
+fn is_given(given: &[Given], name: &str) -> bool {
+    given.iter().any(|tensor| tensor.name == name)
+}
+
+/// Compares a given tensor with what the case declares.
+fn compare(tensor: &Given, call: &Call, sizes: &Sizes) -> Result<(), Misfit> {
+    let refuse = |reason, distance| Err(Misfit::new(&tensor.name, reason, distance));
+    let Some(spec) = call.specs().find(&tensor.name) else {
+        return refuse("such a call does not have it".to_owned(), OF_NAMES);
+    };
+    if spec.dtype != tensor.dtype {
+        let reason = format!("element type {} must be {}", tensor.dtype, spec.dtype);
+        return refuse(reason, OF_TYPES);
+    }
+    let names: Vec<&str> = spec.axes.iter().map(|axis| axis.name).collect();
+    let size = |axis: &Axis| sizes.get(axis.name).copied().unwrap_or(axis.extent);
+    let (names, shape) = (names.join(", "), spec.axes.iter().map(size).collect::<Vec<_>>());
+    if shape.len() != tensor.shape.len() {
+        let (axes, wanted) = (tensor.shape.len(), shape.len());
+        let reason = format!("shape {:?} has {axes} axes, not {wanted} ({names})", tensor.shape);
+        return refuse(reason, OF_TYPES);
+    }
+    if shape != tensor.shape {
+        return refuse(format!("shape {:?} must be {shape:?} ({names})", tensor.shape), 10);
+    }
+    Ok(())
+}
+
+fn of_case(signature: &Signature, error: &CaseError) -> Misfit {
+    let keyword = |path: &str| {
+        let field = signature.fields.iter().find(|field| field.path == path);
+        field.map_or_else(|| path.to_owned(), |field| field.keyword.clone())
+    };
+    match error {
+        CaseError::Field { field, reason, .. } => Misfit::new(&keyword(field), reason.clone(), 5),
+        other => Misfit::new("arguments", other.to_string(), 20),
+    }
+}
+
+fn of_launcher(message: &str) -> Misfit {
+    let named = message.split('`').nth(1).unwrap_or("arguments");
+    let reason = message.split_once("`: ").map_or(message, |(_, reason)| reason);
+    Misfit::new(named, reason, 4)
+}
+
+/// Where two cases fit, the caller must choose.
+fn unambiguous(
+    open: &[&Field],
+    one: &[Option<Value>],
+    other: &[Option<Value>],
+) -> Result<(), Misfit> {
+    let pairs = open.iter().zip(one.iter().zip(other));
+    let mut differing = pairs.filter(|(field, (a, b))| a != b && field.default.is_none());
+    match differing.find(|(field, _)| !field.is_implementation()) {
+        None => Ok(()),
+        Some((field, _)) => {
+            let values: Vec<String> = field.values.iter().map(Value::to_string).collect();
+            let reason = format!("it must be given: one of {}", values.join(", "));
+            Err(Misfit::new(&field.keyword, reason, 0))
+        }
+    }
+}
+
+/// Solves templates of an operator again, from their tensors and options, for launches with the
+/// portable kernels; returns each that then launches something else.
+pub fn rediscover(signature: &Signature, observer: &Observer, most: usize) -> Vec<String> {
+    let step = signature.templates.len().div_ceil(most).max(1);
+    let templates = signature.templates.iter().step_by(step);
+    let portable = templates.filter(|template| {
+        let chosen = signature.fields.iter().filter(|field| field.is_implementation());
+        chosen.into_iter().all(|field| {
+            template.leaves.get(&field.path).is_none_or(|value| *value == slowest(field))
+        })
+    });
+    portable
+        .flat_map(|template| (0..2).map(move |direction| (template, direction)))
+        .filter(|(template, direction)| template.observed.launches_in(*direction))
+        .filter_map(|(template, direction)| again(signature, template, direction, observer))
+        .collect()
+}
+
+/// What differs where a template is solved again.
+fn again(
+    signature: &Signature,
+    template: &Template,
+    direction: usize,
+    observer: &Observer,
+) -> Option<String> {
+    let given = template.observed.given(direction).map(|seen| Given {
+        name: seen.spec.name.to_owned(),
+        dtype: seen.spec.dtype,
+        shape: seen.spec.shape(),
+        strides: seen.strides.clone(),
+    });
+    let axes = template.observed.tensors.iter().flat_map(|seen| &seen.spec.axes);
+    let free = axes.filter(|axis| signature.free.contains(axis.name));
+    let free = free.map(|axis| (axis.name.to_owned(), axis.extent.into()));
+    let taken =
+        signature.fields.iter().filter(|field| signature.takes(field)).filter_map(|field| {
+            Some((field.keyword.clone(), template.leaves.get(&field.path)?.clone()))
+        });
+    let (given, options): (Vec<_>, Options) = (given.collect(), taken.chain(free).collect());
+    let case = template.case.line();
+    match solve(signature, direction, &given, &options, observer) {
+        Err(misfit) => Some(format!("{} for {case}", misfit.message(signature.operator.name()))),
+        Ok(solved) => {
+            let same = solved.observed.launches[direction] == template.observed.launches[direction];
+            (!same).then(|| format!("{} instead of {case}", solved.call.line().line()))
+        }
+    }
+}

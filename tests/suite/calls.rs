@@ -1,0 +1,89 @@
+//! Operators as functions of a caller's tensors: the case of a call is found from its tensors.
+
+use dsv4_parity::calls::observed::{Observer, hopper};
+use dsv4_parity::calls::signature::{Kind, Signature};
+use dsv4_parity::calls::solve::{self, Given, Options};
+use dsv4_parity::operators::registry;
+use dsv4_runtime::DType;
+use rayon::prelude::*;
+use serde_json::json;
+
+/// The most cases of each operator that are solved again.
+const CASES: usize = 6;
+
+fn signature(operator: &str) -> Signature {
+    Signature::of(registry::find(operator).expect("an operator"))
+}
+
+fn given(name: &str, dtype: DType, shape: &[usize]) -> Given {
+    let strides = dsv4_runtime::tensor::dense_strides(shape);
+    Given { name: name.to_owned(), dtype, shape: shape.to_vec(), strides }
+}
+
+#[test]
+fn the_cases_of_every_operator_are_found_again_from_their_tensors_and_options() {
+    let all = std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all");
+    let most = if all { usize::MAX } else { CASES };
+    let wrong: Vec<String> = registry::OPERATORS
+        .par_iter()
+        .flat_map_iter(|operator| {
+            let signature = Signature::of(operator);
+            assert!(signature.has(0), "{} launches nothing", operator.name());
+            solve::rediscover(&signature, &Observer::new(hopper()), most)
+        })
+        .collect();
+    assert_eq!(wrong, [""; 0]);
+}
+
+#[test]
+fn fields_about_data_are_no_arguments_and_numbers_have_the_models_values() {
+    let signature = signature("rms_norm");
+    let kinds: Vec<_> =
+        signature.fields.iter().map(|field| (field.keyword.as_str(), &field.kind)).collect();
+    for data in ["seed", "distribution", "magnitude", "zero_rows", "aliasing"] {
+        assert!(kinds.iter().all(|(name, _)| *name != data), "{data}: {kinds:?}");
+    }
+    let eps = signature.fields.iter().find(|field| field.keyword == "eps").expect("eps");
+    assert_eq!((&eps.kind, &eps.default), (&Kind::Number, &Some(json!(1e-6))));
+}
+
+#[test]
+fn a_misfit_names_the_argument_the_value_and_the_rule() {
+    let (signature, observer) = (signature("rms_norm"), Observer::new(hopper()));
+    let x = given("x", DType::F32, &[3, 8]);
+    let refused = |tensors: &[Given], options: Options| match solve::solve(
+        &signature, 0, tensors, &options, &observer,
+    ) {
+        Ok(solved) => panic!("not refused: {}", solved.call.line().line()),
+        Err(misfit) => misfit.message("rms_norm"),
+    };
+    let weight = given("weight", DType::F32, &[7]);
+    assert_eq!(
+        refused(&[x.clone(), weight], Options::new()),
+        "rms_norm: argument `weight`: shape [7] must be [8] (width)"
+    );
+    let negative = Options::from([("eps".to_owned(), json!(-1.0))]);
+    assert_eq!(
+        refused(&[x.clone()], negative),
+        "rms_norm: argument `eps`: -1 must be finite and above 0"
+    );
+    let word = Options::from([("eps".to_owned(), json!("a"))]);
+    assert_eq!(refused(&[x], word), "rms_norm: argument `eps`: \"a\" must be a number");
+    assert_eq!(
+        refused(&[given("x", DType::I32, &[3, 8])], Options::new()),
+        "rms_norm: argument `x`: element type i32 must be bf16 or f32"
+    );
+    assert_eq!(refused(&[], Options::new()), "rms_norm: argument `x`: it must be present");
+}
+
+#[test]
+fn a_number_that_no_tensor_tells_must_be_given() {
+    let (signature, observer) = (signature("topk"), Observer::new(hopper()));
+    let scores = [given("scores", DType::F32, &[3, 70])];
+    let solve = |options| solve::solve(&signature, 0, &scores, &options, &observer);
+    let misfit = solve(Options::new()).err().expect("topk is not known");
+    assert_eq!(misfit.message("topk"), "topk: argument `topk`: it must be given");
+    let solved = solve(Options::from([("topk".to_owned(), json!(9))])).ok().expect("a call");
+    let written: Vec<_> = solved.observed.written(0).map(|seen| seen.spec.shape()).collect();
+    assert_eq!(written, [[3, 9]]);
+}
