@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
 use super::cache::ModuleCache;
-use super::cuda;
+use super::cuda::{self, CudaBackend};
 use super::emulator::EmulatorOptions;
 use super::error::{Result, RuntimeError};
 use super::in_process;
@@ -137,7 +137,7 @@ impl Device {
     /// As [`Self::open`].
     pub fn open_gpu(ordinal: u32, options: DeviceOptions) -> Result<Self> {
         let backend = CudaBackend::of_device(ordinal, ModuleCache::new(options.cache_dir))?;
-        Ok(Self::of(Arc::new(Serial::new(backend)), options.tree))
+        Ok(Self::of(Arc::new(Serial::new(Box::new(backend))), options.tree))
     }
 
     /// The uploads since the last call, by name (`_` for spaces); empty for a device that does not
