@@ -46,9 +46,6 @@ struct AttentionCombineParams {
     int32_t num_parts;
     int32_t num_heads;
 };
-PARAMS_LAYOUT(AttentionCombineParams, partial_out, partial_out_part_stride, partial_out_token_stride,
-              partial_out_head_stride, partial_lse, sink, out, out_token_stride, out_head_stride, lse, num_rows,
-              num_parts, num_heads)
 
 KERNEL(attention_combine, AttentionCombineParams, THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / WARP_SIZE;

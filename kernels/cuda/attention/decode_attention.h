@@ -54,12 +54,6 @@ struct DecodeAttentionParams {
     int32_t compressed_topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(DecodeAttentionParams, q, q_token_stride, q_head_stride, window_pages, window_pages_stride,
-              window_indices, window_indices_stride, window_length, compressed_pages, compressed_pages_stride,
-              compressed_indices, compressed_indices_stride, compressed_length, sink, out, out_token_stride,
-              out_head_stride, lse, partial_out, partial_lse, spans, batch, s_q, num_heads, window_page_size,
-              window_num_slots, window_topk, compressed_page_size, compressed_num_slots, compressed_topk,
-              softmax_scale)
 
 DEVICE int32_t head_blocks(const DecodeAttentionParams& params) { return ceil_div(params.num_heads, HEADS_PER_BLOCK); }
 

@@ -42,10 +42,6 @@ struct InverseRopeQuantizeParams {
     int32_t inverse;  // 1
     int64_t of_row_warps, of_padded_rows, of_head_dim;  // what quotient() takes beside each of these divisors
 };
-PARAMS_LAYOUT(InverseRopeQuantizeParams, x, x_token_stride, x_head_stride, codes, codes_row_stride, codes_group_stride,
-              scales, scale_group_bytes, cos, cos_stride, sin, sin_stride, positions, table_rows, num_rows, padded_rows,
-              width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, o_groups, group_heads,
-              head_dim, rope_dim, inverse, of_row_warps, of_padded_rows, of_head_dim)
 
 // number / divisor, where `inverse` is (2^32 - 1) / divisor, rounded down. The upper half of their
 // product is the quotient or one less. A plain division takes about 20 instructions.

@@ -39,9 +39,6 @@ struct SparseAttentionForwardParams {
     int32_t topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(SparseAttentionForwardParams, q, q_token_stride, q_head_stride, k, k_stride, v, v_stride, sink, indices,
-              indices_stride, topk_length, out, out_token_stride, out_head_stride, lse, max_logits, num_tokens,
-              num_heads, num_keys, topk, softmax_scale)
 
 // Outputs are dq in bf16, and sums to the fp32 rows dk [num_keys, HEAD_DIM] and dv [num_keys,
 // V_DIM], which the caller zeroes before. Without V_SEPARATE dv is not used: dk gets dV in its
@@ -79,10 +76,6 @@ struct SparseAttentionBackwardParams {
     int32_t topk;
     float softmax_scale;
 };
-PARAMS_LAYOUT(SparseAttentionBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, v, v_stride, dout,
-              dout_token_stride, dout_head_stride, sink, lse, delta, dlse, indices, indices_stride, topk_length, dq,
-              dq_token_stride, dq_head_stride, dk, dk_stride, dv, dv_stride, num_tokens, num_heads, num_keys, topk,
-              softmax_scale)
 
 // ---------------------------------------------------------------- work and lists
 

@@ -51,8 +51,6 @@ struct SparseAttentionDeltaParams {
     int32_t num_tokens;
     int32_t num_heads;
 };
-PARAMS_LAYOUT(SparseAttentionDeltaParams, out, out_token_stride, out_head_stride, dout, dout_token_stride,
-              dout_head_stride, lse, sink, delta, sink_terms, num_tokens, num_heads)
 
 // Adds the products of two packed pairs to `sum`.
 DEVICE float dot_pair(uint32_t x, uint32_t y, float sum) {
@@ -93,7 +91,6 @@ struct SparseAttentionDsinkParams {
     int32_t num_tokens;
     int32_t num_heads;
 };
-PARAMS_LAYOUT(SparseAttentionDsinkParams, sink_terms, dsink, num_tokens, num_heads)
 
 KERNEL(sparse_attention_dsink, SparseAttentionDsinkParams, ROW_THREADS) {
     __shared__ float partial[ROWS_PER_BLOCK][WARP_SIZE];
@@ -123,7 +120,6 @@ struct SparseAttentionZeroParams {
     int64_t num_rows;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionZeroParams, target, target_stride, num_rows, width)
 
 KERNEL(sparse_attention_zero, SparseAttentionZeroParams, ROW_THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
@@ -143,7 +139,6 @@ struct SparseAttentionCastParams {
     int64_t num_rows;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionCastParams, source, source_stride, target, target_stride, num_rows, width)
 
 KERNEL(sparse_attention_cast, SparseAttentionCastParams, ROW_THREADS) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + warp_id();
@@ -183,8 +178,6 @@ struct SparseAttentionIndexParams {
     int32_t num_keys;
     int32_t topk;
 };
-PARAMS_LAYOUT(SparseAttentionIndexParams, indices, indices_stride, topk_length, counts, ends, entries, ordered,
-              num_tokens, num_keys, topk)
 
 // This thread's number in the grid.
 DEVICE int64_t thread_number() { return static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x; }
@@ -304,8 +297,6 @@ struct SparseAttentionSumParams {
     int32_t num_keys;
     int32_t width;
 };
-PARAMS_LAYOUT(SparseAttentionSumParams, rows, counts, ends, ordered, target, target_stride, num_entries, head_blocks,
-              num_keys, width)
 
 KERNEL(sparse_attention_sum, SparseAttentionSumParams, ROW_THREADS) {
     constexpr int COLUMNS = 4 * static_cast<int>(WARP_SIZE);

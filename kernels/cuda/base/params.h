@@ -4,8 +4,12 @@
 // "name:offset:size;" for each field. So a field that was moved, renamed, widened or forgotten on
 // one side is an error when the module is loaded, not a wrong number later.
 //
+// C++ does not list the fields of a struct. The runtime does so for each struct that a KERNEL names
+// (layouts.rs): a compiler gets `PARAMS_LAYOUT(ScaleParams, x, y, count)` after
+//
 //     struct ScaleParams { const float* x; float* y; int64_t count; };
-//     PARAMS_LAYOUT(ScaleParams, x, y, count)
+//
+// A struct has plain fields, without functions and initialisers. Sources may also write the list.
 #pragma once
 
 struct LayoutHash {

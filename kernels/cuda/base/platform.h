@@ -31,8 +31,8 @@ constexpr uint32_t FULL_WARP = 0xffffffffu;
 // KERNEL(name, Params, max_threads) { ... params.field ... }
 //
 // Defines the entry point `name`, launched with at most `max_threads` threads a block. Its one
-// argument is `const Params& params`. Params must have a PARAMS_LAYOUT; its size and layout hash
-// are exported next to the kernel, and the launcher rejects values that differ from its own.
+// argument is `const Params& params`. The size of Params and the hash of its layout (params.h) are
+// exported next to the kernel, and the launcher rejects values that differ from its own.
 //
 // KERNEL_OF(name, Params, max_threads, min_blocks) { ... } also limits registers so that an SM
 // holds min_blocks blocks at once. It exports that number for a launcher of persistent blocks.

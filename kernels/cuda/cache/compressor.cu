@@ -51,9 +51,6 @@ struct CompressorParams {
     float eps;
     int32_t epilogue;  // what entries are stored for, of compressor.h
 };
-PARAMS_LAYOUT(CompressorParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, cu_seqlens, cu_entries, cos,
-              cos_stride, sin, sin_stride, pooled, entries, entries_stride, table_rows, num_entries, num_sequences,
-              ratio, head_dim, rope_dim, entry_threads, eps, epilogue)
 
 struct CompressorBackwardParams {
     const float* kv; int64_t kv_stride;
@@ -80,10 +77,6 @@ struct CompressorBackwardParams {
     int32_t entry_threads;
     float eps;
 };
-PARAMS_LAYOUT(CompressorBackwardParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, cu_seqlens, cu_entries,
-              cos, cos_stride, sin, sin_stride, pooled, dentries, dentries_stride, dkv, dkv_stride, dgate,
-              dgate_stride, dpooled, dape_partials, dnorm_weight_partials, table_rows, num_entries, num_sequences,
-              ratio, head_dim, rope_dim, entry_threads, eps)
 
 struct CompressorSumsParams {
     const float* dape_partials;          // [num_dape_partials, num_ape]
@@ -103,9 +96,6 @@ struct CompressorSumsParams {
     int32_t width;
     int32_t head_dim;
 };
-PARAMS_LAYOUT(CompressorSumsParams, dape_partials, dnorm_weight_partials, dape, dnorm_weight, dkv, dkv_stride, dgate,
-              dgate_stride, cu_seqlens, cu_entries, num_tokens, num_sequences, num_dape_partials,
-              num_dnorm_weight_partials, num_ape, ratio, width, head_dim)
 
 // ---------------------------------------------------------------- the tokens of an entry
 

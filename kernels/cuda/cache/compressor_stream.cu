@@ -55,10 +55,6 @@ struct CompressorStreamParams {
     float eps;
     int32_t epilogue;  // what entries are stored for, of compressor.h
 };
-PARAMS_LAYOUT(CompressorStreamParams, kv, kv_stride, gate, gate_stride, ape, norm_weight, state, state_slot_stride,
-              state_row_stride, cu_seqlens, cu_entries, first_positions, slots, cos, cos_stride, sin, sin_stride,
-              pooled, entries, entries_stride, table_rows, num_entries, num_sequences, num_slots, num_rows,
-              ratio, width, head_dim, rope_dim, entry_threads, eps, epilogue)
 
 // ---------------------------------------------------------------- sequences
 

@@ -44,7 +44,6 @@ struct IndexerCacheWriteParams {
     int32_t num_slots;
     int32_t page_size;
 };
-PARAMS_LAYOUT(IndexerCacheWriteParams, k, k_stride, slots, pages, pages_stride, num_tokens, num_slots, page_size)
 
 KERNEL(indexer_cache_write, IndexerCacheWriteParams, THREADS) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + threadIdx.x / LANES;

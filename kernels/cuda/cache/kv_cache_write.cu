@@ -47,7 +47,6 @@ struct KvCacheWriteParams {
     int32_t num_slots;
     int32_t page_size;
 };
-PARAMS_LAYOUT(KvCacheWriteParams, kv, kv_stride, slots, pages, pages_stride, num_tokens, num_slots, page_size)
 
 // The scale of a group with this largest magnitude, as e8m0.
 DEVICE uint8_t group_scale(float amax) {

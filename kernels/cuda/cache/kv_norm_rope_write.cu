@@ -53,8 +53,6 @@ struct KvNormRopeWriteParams {
     int32_t inverse;  // 0
     float eps;
 };
-PARAMS_LAYOUT(KvNormRopeWriteParams, x, x_stride, weight, y, y_stride, slots, pages, pages_stride, cos, cos_stride, sin,
-              sin_stride, positions, table_rows, num_tokens, num_slots, page_size, head_dim, rope_dim, inverse, eps)
 
 // The rotations, in the form that rotation.h takes. The rotated channels and the direction are
 // constants, so tests on them cost nothing.

@@ -36,11 +36,6 @@ struct GroupedLinearParams {
     TensorMap x_map;      // boxes of rows of x, and of w, where a kernel copies such
     TensorMap w_map;
 };
-PARAMS_LAYOUT(GroupedLinearParams, x, x_expert_stride, x_stride, w, w_expert_stride, w_stride, x_scales, w_scales,
-              counts, expert_offsets, out, out_expert_stride, out_stride, x_expert_scales, w_expert_scales, rows,
-              columns, depth, x_padded_rows, w_padded_rows, x_groups, x_padded_groups, x_scale_layout, w_groups,
-              w_padded_groups, w_scale_layout, scale_bytes, experts, out_is_f32, wide, num_taken,
-              x_map, w_map)
 
 // ---------------------------------------------------------------- rows of experts
 

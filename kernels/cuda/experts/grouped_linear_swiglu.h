@@ -36,10 +36,6 @@ struct GroupedLinearSwigluParams {
     TensorMap x_map;                // boxes of rows of x, and of w, where a kernel copies such
     TensorMap w_map;
 };
-PARAMS_LAYOUT(GroupedLinearSwigluParams, x, x_expert_stride, x_stride, w, w_expert_stride, w_stride, x_scales, w_scales,
-              counts, expert_offsets, weight, codes, codes_expert_stride, codes_stride, scales, rows, columns, depth,
-              experts, x_scale_layout, w_scale_layout, scale_bytes, interleaved, scale_layout, scale_type, log2_group,
-              round_to_bf16, num_taken, wide, limit, x_map, w_map)
 
 // The parameters of the GEMM: its operands, and the scale layouts that follow from its shape. A
 // scale of x covers OF_X values. A scale of w covers OF_W values of each of W_ROWS rows.

@@ -7,7 +7,6 @@
 struct GroupedLinearUnitsParams {
     uint32_t* num_taken;
 };
-PARAMS_LAYOUT(GroupedLinearUnitsParams, num_taken)
 
 KERNEL(grouped_linear_units, GroupedLinearUnitsParams, 32) {
     if (threadIdx.x == 0) *params.num_taken = 0;

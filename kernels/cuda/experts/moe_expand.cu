@@ -34,8 +34,6 @@ struct MoeExpandForwardParams {
     int32_t hidden_size;
     int32_t rows_per_block;
 };
-PARAMS_LAYOUT(MoeExpandForwardParams, x, x_token_stride, token_topk_to_pos, token_topk_to_pos_token_stride, pos_to_token, y,
-              y_position_stride, num_tokens, num_positions, topk, hidden_size, rows_per_block)
 
 struct MoeExpandBackwardParams {
     const ELEMENT* dy; int64_t dy_position_stride;                             // [num_positions, hidden_size]
@@ -46,8 +44,6 @@ struct MoeExpandBackwardParams {
     int32_t topk;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MoeExpandBackwardParams, dy, dy_position_stride, token_topk_to_pos, token_topk_to_pos_token_stride, dx,
-              dx_token_stride, num_tokens, num_positions, topk, hidden_size)
 
 template <int COUNT>
 DEVICE void expand_forward(const MoeExpandForwardParams& params) {

@@ -56,9 +56,6 @@ struct MoeMapParams {
     int32_t num_chunks;             // of one launch: blocks that place slots
     int64_t topk_inverse, alignment_inverse;  // see divided
 };
-PARAMS_LAYOUT(MoeMapParams, topk_indices, topk_indices_token_stride, counts, expert_offsets, token_topk_to_pos,
-              token_topk_to_pos_token_stride, pos_to_expert, pos_to_token, pos_to_token_topk, chunk_counts, num_slots, topk,
-              num_experts, num_positions, alignment, chunk_slots, num_chunks, topk_inverse, alignment_inverse)
 
 struct Shared {
     union {

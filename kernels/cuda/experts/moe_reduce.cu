@@ -36,9 +36,6 @@ struct MoeReduceForwardParams {
     int32_t topk;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MoeReduceForwardParams, y, y_position_stride, token_topk_to_pos, token_topk_to_pos_token_stride, topk_weights,
-              topk_weights_token_stride, shared, shared_token_stride, out, out_token_stride, num_tokens, num_positions, topk,
-              hidden_size)
 
 struct MoeReduceBackwardParams {
     const ELEMENT* dout; int64_t dout_token_stride;                            // [num_tokens, hidden_size]
@@ -54,10 +51,6 @@ struct MoeReduceBackwardParams {
     int32_t hidden_size;
     int32_t rows_per_block;
 };
-PARAMS_LAYOUT(MoeReduceBackwardParams, dout, dout_token_stride, y, y_position_stride, token_topk_to_pos,
-              token_topk_to_pos_token_stride, pos_to_token, topk_weights, topk_weights_token_stride, dy, dy_position_stride,
-              dtopk_weights, dtopk_weights_token_stride, num_tokens, num_positions, topk, hidden_size,
-              rows_per_block)
 
 template <int COUNT>
 DEVICE void reduce_forward(const MoeReduceForwardParams& params) {

@@ -51,9 +51,6 @@ struct RouterForwardParams {
     int32_t topk;
     float route_scale;
 };
-PARAMS_LAYOUT(RouterForwardParams, logits, logits_token_stride, bias, tid2eid, tid2eid_vocab_size_stride, token_ids, topk_indices,
-              topk_indices_token_stride, topk_weights, topk_weights_token_stride, num_tokens, vocab_size, num_experts, topk,
-              route_scale)
 
 struct RouterBackwardParams {
     const float* logits; int64_t logits_token_stride;                // [num_tokens, num_experts]
@@ -65,8 +62,6 @@ struct RouterBackwardParams {
     int32_t topk;
     float route_scale;
 };
-PARAMS_LAYOUT(RouterBackwardParams, logits, logits_token_stride, topk_indices, topk_indices_token_stride, dtopk_weights,
-              dtopk_weights_token_stride, dlogits, dlogits_token_stride, num_tokens, num_experts, topk, route_scale)
 
 DEVICE int64_t own_token() { return static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + warp_id(); }
 

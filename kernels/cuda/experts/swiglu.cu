@@ -44,8 +44,6 @@ struct SwigluParams {
     int32_t width;
     float limit;
 };
-PARAMS_LAYOUT(SwigluParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, y, y_row_stride, dy,
-              dy_row_stride, dgate, dgate_row_stride, dup, dup_row_stride, dweight, num_rows, width, limit)
 
 // Sums the warps' steps in the order of the steps. One warp that takes them all has the same sums
 // in its lanes.

@@ -33,9 +33,6 @@ struct SwigluQuantizeParams {
     int32_t width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, round_to_bf16;
     float limit;
 };
-PARAMS_LAYOUT(SwigluQuantizeParams, gate, gate_row_stride, up, up_row_stride, weight, pos_to_token_topk, codes,
-              codes_row_stride, scales, num_rows, padded_rows, width, row_warps, num_groups, padded_groups, scale_layout,
-              scale_type, log2_group, round_to_bf16, limit)
 
 // The values of a span; 0 where none exist.
 template <bool WIDE>

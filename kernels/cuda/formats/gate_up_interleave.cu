@@ -28,8 +28,6 @@ struct GateUpInterleaveParams {
     int32_t row_pieces;
     int32_t num_rows;
 };
-PARAMS_LAYOUT(GateUpInterleaveParams, logical, logical_expert_stride, logical_row_stride, interleaved,
-              interleaved_expert_stride, interleaved_row_stride, num_pieces, row_pieces, num_rows)
 
 // The addresses of a piece in either order.
 struct Places {

@@ -41,7 +41,6 @@ struct HadamardParams {
     float* scales;                                 // [num_rows], or nullptr
     int64_t num_rows;
 };
-PARAMS_LAYOUT(HadamardParams, x, x_row_stride, y, y_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
 
 template <bool WIDE>
 DEVICE void hadamard_row(const HadamardParams& params) {

@@ -51,7 +51,6 @@ struct HadamardCodesParams {
     float* scales;                                 // [num_rows], or nullptr
     int64_t num_rows;
 };
-PARAMS_LAYOUT(HadamardCodesParams, x, x_row_stride, codes, codes_row_stride, scale_bytes, scales, num_rows)
 
 SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
 

@@ -34,8 +34,6 @@ struct QuantizeFp8Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group;
 };
-PARAMS_LAYOUT(QuantizeFp8Params, x, x_row_stride, codes, codes_row_stride, scales, num_rows, padded_rows, width,
-              row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group)
 
 struct DequantizeFp8Params {
     const uint8_t* codes; int64_t codes_row_stride;  // [num_rows, width]
@@ -44,8 +42,6 @@ struct DequantizeFp8Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, log2_group_rows;
 };
-PARAMS_LAYOUT(DequantizeFp8Params, codes, codes_row_stride, y, y_row_stride, scales, num_rows, padded_rows, width,
-              row_warps, num_groups, padded_groups, scale_layout, scale_type, log2_group, log2_group_rows)
 
 template <bool WIDE>
 DEVICE void quantize_rows(const QuantizeFp8Params& params) {

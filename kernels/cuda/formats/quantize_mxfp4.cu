@@ -33,8 +33,6 @@ struct QuantizeMxfp4Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout;
 };
-PARAMS_LAYOUT(QuantizeMxfp4Params, x, x_row_stride, codes, codes_row_stride, scales, num_rows, padded_rows, width,
-              row_warps, num_groups, padded_groups, scale_layout)
 
 struct DequantizeMxfp4Params {
     const uint8_t* codes; int64_t codes_row_stride;  // [num_rows, width / 2]
@@ -43,8 +41,6 @@ struct DequantizeMxfp4Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout;
 };
-PARAMS_LAYOUT(DequantizeMxfp4Params, codes, codes_row_stride, y, y_row_stride, scales, num_rows, padded_rows, width,
-              row_warps, num_groups, padded_groups, scale_layout)
 
 template <bool WIDE>
 DEVICE void quantize(const QuantizeMxfp4Params& params) {

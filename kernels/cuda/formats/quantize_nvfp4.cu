@@ -38,14 +38,12 @@ struct Nvfp4AmaxParams {
     int64_t num_rows;
     int32_t width, row_warps;
 };
-PARAMS_LAYOUT(Nvfp4AmaxParams, x, x_row_stride, workspace, num_rows, width, row_warps)
 
 struct Nvfp4GlobalScaleParams {
     const uint32_t* workspace;  // [num_blocks]
     float* global_scale;        // [1]
     int32_t num_blocks;
 };
-PARAMS_LAYOUT(Nvfp4GlobalScaleParams, workspace, global_scale, num_blocks)
 
 struct QuantizeNvfp4Params {
     const ELEMENT* x; int64_t x_row_stride;      // [num_rows, width]
@@ -55,8 +53,6 @@ struct QuantizeNvfp4Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout;
 };
-PARAMS_LAYOUT(QuantizeNvfp4Params, x, x_row_stride, codes, codes_row_stride, global_scale, scales, num_rows,
-              padded_rows, width, row_warps, num_groups, padded_groups, scale_layout)
 
 struct DequantizeNvfp4Params {
     const uint8_t* codes; int64_t codes_row_stride;  // [num_rows, width / 2]
@@ -66,8 +62,6 @@ struct DequantizeNvfp4Params {
     int64_t num_rows, padded_rows;
     int32_t width, row_warps, num_groups, padded_groups, scale_layout;
 };
-PARAMS_LAYOUT(DequantizeNvfp4Params, codes, codes_row_stride, y, y_row_stride, global_scale, scales, num_rows,
-              padded_rows, width, row_warps, num_groups, padded_groups, scale_layout)
 
 // ---------------------------------------------------------------- the scale of the tensor
 

@@ -31,8 +31,6 @@ struct ScaleSwizzleParams {
     int64_t num_rows;
     int32_t num_groups;
 };
-PARAMS_LAYOUT(ScaleSwizzleParams, scales, scales_row_stride, tiles, tiles_row_tiles_stride, tiles_group_tiles_stride,
-              num_rows, num_groups)
 
 // A lane's work: its first tile, and one row in each quarter of the tiles' rows.
 struct Place {

@@ -42,8 +42,6 @@ struct LmHeadParams {
     int32_t vocab_size;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(LmHeadParams, hidden, hidden_token_stride, weight, weight_vocab_size_stride, rows, logits,
-              logits_row_stride, num_tokens, num_rows, vocab_size, hidden_size)
 
 template <int TILE_ROWS>
 constexpr int STAGE_BYTES = Tile<DEPTH>::bytes(TILE_VOCAB + TILE_ROWS);

@@ -59,8 +59,6 @@ struct SamplerParams {
     int32_t vocab_size;
     int32_t segment;                                 // ids that a warp has room to list
 };
-PARAMS_LAYOUT(SamplerParams, logits, logits_row_stride, temperature, top_k, top_p, min_p, seed, step, tokens,
-              vocab_size, segment)
 
 
 // A row and its parameters.

@@ -80,10 +80,6 @@ struct IndexerBackwardParams {
     int32_t indices_global;
     float sm_scale;
 };
-PARAMS_LAYOUT(IndexerBackwardParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, dlogits,
-              dlogits_stride, indices, indices_stride, topk_length, cu_q, cu_k, q_off, dq, dq_token_stride,
-              dq_head_stride, dk, dk_stride, dw, dw_stride, slot_rows, first_token, num_tokens, num_heads, slots,
-              num_keys, num_sequences, ratio, indices_global, sm_scale)
 
 struct SharedPlan {
     uint8_t q[Rows::bytes(HEADS)];

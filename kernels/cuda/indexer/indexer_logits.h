@@ -72,10 +72,6 @@ struct IndexerLogitsParams {
     TensorMap q_map;  // for the Hopper kernel, of bf16 and e4m3: [num_tokens, num_heads, bytes], boxes of HEADS rows
     TensorMap k_map;  // [num_keys, bytes] in boxes of 64, or of pages [num_pages, page_size, bytes], boxes of up to 64 rows
 };
-PARAMS_LAYOUT(IndexerLogitsParams, q, q_token_stride, q_head_stride, q_scale_bytes, w, w_token_stride, k, k_stride,
-              k_scales, k_scale_bytes, block_table, block_table_stride, context_lens, ks, ke, cu_q, cu_k, q_off, logits,
-              logits_stride, num_tokens, num_heads, num_keys, columns, num_sequences, ratio, next_n, page_shift,
-              table_pages, num_pieces, flags, sm_scale, q_map, k_map)
 
 DEVICE bool cleans(const IndexerLogitsParams& params) { return params.flags & 1; }
 DEVICE bool has_bf16_weights(const IndexerLogitsParams& params) { return params.flags & 2; }

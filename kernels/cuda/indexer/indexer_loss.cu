@@ -71,10 +71,6 @@ struct IndexerLossParams {
     int32_t divisor;
     float loss_coeff;
 };
-PARAMS_LAYOUT(IndexerLossParams, logits, logits_stride, target, target_stride, l1, row_mask, indices, indices_stride,
-              topk_length, cu_q, cu_k, q_off, idx_lse, grad_loss, real_rows, kl, dlogits, dlogits_stride, slots,
-              num_keys, num_sequences,
-              ratio, indices_global, lse_given, clipped, divisor, loss_coeff)
 
 // Shared memory of a block: what its warps exchange, separate for each reduction.
 struct Shared {

@@ -24,7 +24,6 @@ struct IndexerLossCountParams {
     int32_t* real_rows;       // [1]
     int32_t num_tokens;
 };
-PARAMS_LAYOUT(IndexerLossCountParams, row_mask, real_rows, num_tokens)
 
 struct IndexerLossSumParams {
     const float* kl;           // [num_tokens]
@@ -34,7 +33,6 @@ struct IndexerLossSumParams {
     int32_t divisor;
     float loss_coeff;
 };
-PARAMS_LAYOUT(IndexerLossSumParams, kl, real_rows, loss, num_tokens, divisor, loss_coeff)
 
 SHARED_MEMORY(indexer_loss_count, WARPS * sizeof(int32_t))
 SHARED_MEMORY(indexer_loss_sum, WARPS * sizeof(float))

@@ -51,9 +51,6 @@ struct IndexerQueryParams {
     int32_t inverse;  // 0
     float weights_scale;
 };
-PARAMS_LAYOUT(IndexerQueryParams, q, q_token_stride, q_head_stride, weights, weights_token_stride, y, y_token_stride,
-              y_head_stride, codes, codes_token_stride, codes_head_stride, scale_bytes, w, w_token_stride, cos, cos_stride,
-              sin, sin_stride, positions, table_rows, num_heads, inverse, weights_scale)
 
 struct IndexerQueryBackwardParams {
     const ELEMENT* dy; int64_t dy_token_stride; int64_t dy_head_stride;     // [num_tokens, num_heads, 128]
@@ -68,9 +65,6 @@ struct IndexerQueryBackwardParams {
     int32_t inverse;  // 1
     float weights_scale;
 };
-PARAMS_LAYOUT(IndexerQueryBackwardParams, dy, dy_token_stride, dy_head_stride, dw, dw_token_stride, dq, dq_token_stride,
-              dq_head_stride, dweights, dweights_token_stride, cos, cos_stride, sin, sin_stride, positions, table_rows,
-              num_heads, inverse, weights_scale)
 
 // The head of a lane. An absent head is a head of zeros: its lanes take part in the shuffles of
 // their warp.

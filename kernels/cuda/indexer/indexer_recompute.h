@@ -30,9 +30,6 @@ struct IndexerRecomputeParams {
     int32_t indices_global;
     float sm_scale;
 };
-PARAMS_LAYOUT(IndexerRecomputeParams, q, q_token_stride, q_head_stride, k, k_stride, w, w_stride, indices, indices_stride,
-              topk_length, cu_q, cu_k, logits, logits_stride, num_tokens, num_heads, topk, num_keys, num_sequences,
-              indices_global, sm_scale)
 
 // The weight of a head, 0 of an absent one.
 DEVICE float load_weight(const IndexerRecomputeParams& params, int32_t token, int head) {

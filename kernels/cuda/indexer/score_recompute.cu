@@ -189,9 +189,6 @@ struct ScoreRecomputeLseParams {
     int32_t indices_global;
     float softmax_scale;
 };
-PARAMS_LAYOUT(ScoreRecomputeLseParams, q, q_token_stride, q_head_stride, k, k_stride, lse_beside, indices,
-              indices_stride, topk_length, cu_q, cu_k, q_off, lse, num_tokens, num_heads, num_keys, columns,
-              num_sequences, ratio, indices_global, softmax_scale)
 SHARED_MEMORY(score_recompute_lse, Layout::BYTES)
 
 // The sum of 2^x over some slots of a row, relative to its largest term.

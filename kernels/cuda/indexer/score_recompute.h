@@ -87,9 +87,6 @@ struct ScoreRecomputeParams {
     int32_t indices_global;
     float softmax_scale;
 };
-PARAMS_LAYOUT(ScoreRecomputeParams, q, q_token_stride, q_head_stride, k, k_stride, lse, sink, indices, indices_stride,
-              topk_length, cu_q, cu_k, q_off, scores, scores_stride, l1, shift, num_tokens, num_heads, num_keys,
-              columns, num_sequences, ratio, indices_global, softmax_scale)
 
 // ---------------------------------------------------------------- loads of panels
 

@@ -54,8 +54,6 @@ struct TopkParams {
     int32_t page_size;
     int32_t capacity;                                            // candidates that a block has room for
 };
-PARAMS_LAYOUT(TopkParams, scores, scores_row_stride, lengths, offsets, block_table, block_table_row_stride, indices,
-              indices_row_stride, values, values_row_stride, num_columns, topk, page_size, capacity)
 
 // Shared memory of a block. After it the keys and the columns of its candidates, and the bits of
 // the columns.

@@ -47,9 +47,6 @@ struct LinearParams {
     int32_t wide;
     int32_t num_groups;
 };
-PARAMS_LAYOUT(LinearParams, a, a_stride, a_group_stride, b, b_stride, b_group_stride, before, before_stride,
-              before_group_stride, out, out_stride, out_group_stride, partials, rows, columns, depth, splits, out_is_f32,
-              wide, num_groups)
 
 // The parameters of one group.
 DEVICE LinearParams of_group(LinearParams params, int64_t group) {

@@ -76,10 +76,6 @@ struct LinearQuantizedParams {
     TensorMap x_map;      // boxes of rows of x, and of w, where a kernel copies such
     TensorMap w_map;
 };
-PARAMS_LAYOUT(LinearQuantizedParams, x, x_stride, w, w_stride, x_scales, w_scales, x_global_scale, w_global_scale,
-              before, before_stride, out, out_stride, partials, rows, columns, depth, x_padded_rows, w_padded_rows,
-              x_groups, x_padded_groups, x_scale_layout, w_groups, w_padded_groups, w_scale_layout, scale_bytes,
-              splits, out_is_f32, wide, x_map, w_map)
 
 DEVICE Scales x_scales_of(const LinearQuantizedParams& params) {
     return Scales{params.x_scales,        params.x_padded_rows,  params.x_groups,

@@ -37,8 +37,6 @@ struct QueryNormRopeParams {
     int32_t inverse;  // 0
     float eps;
 };
-PARAMS_LAYOUT(QueryNormRopeParams, x, x_token_stride, x_head_stride, y, y_token_stride, y_head_stride, rstd, cos,
-              cos_stride, sin, sin_stride, positions, table_rows, num_tokens, num_heads, head_dim, rope_dim, inverse, eps)
 
 struct QueryNormRopeBackwardParams {
     const ELEMENT* dy; int64_t dy_token_stride; int64_t dy_head_stride;  // [num_tokens, num_heads, head_dim]
@@ -52,9 +50,6 @@ struct QueryNormRopeBackwardParams {
     int32_t num_heads, head_dim, rope_dim;
     int32_t inverse;  // 1
 };
-PARAMS_LAYOUT(QueryNormRopeBackwardParams, dy, dy_token_stride, dy_head_stride, x, x_token_stride, x_head_stride, rstd,
-              dx, dx_token_stride, dx_head_stride, cos, cos_stride, sin, sin_stride, positions, table_rows, num_tokens,
-              num_heads, head_dim, rope_dim, inverse)
 
 // The head of a warp.
 struct Head {

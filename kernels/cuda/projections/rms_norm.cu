@@ -48,7 +48,6 @@ struct RmsNormForwardParams {
     int32_t width;
     float eps;
 };
-PARAMS_LAYOUT(RmsNormForwardParams, x, x_row_stride, y, y_row_stride, weight, rstd, num_rows, width, eps)
 
 struct RmsNormBackwardParams {
     const ELEMENT* dy;  // [num_rows, width]
@@ -63,8 +62,6 @@ struct RmsNormBackwardParams {
     int64_t num_rows;
     int32_t width;
 };
-PARAMS_LAYOUT(RmsNormBackwardParams, dy, dy_row_stride, x, x_row_stride, weight, rstd, dx, dx_row_stride,
-              dweight_partials, num_rows, width)
 
 struct RmsNormDweightParams {
     const float* dweight_partials;  // [num_partials, width]
@@ -72,7 +69,6 @@ struct RmsNormDweightParams {
     int32_t num_partials;           // 0 gives a dweight of zeros
     int32_t width;
 };
-PARAMS_LAYOUT(RmsNormDweightParams, dweight_partials, dweight, num_partials, width)
 
 // ---------------------------------------------------------------- weights, stores, sums
 

@@ -53,8 +53,6 @@ struct RopeParams {
     int32_t inverse;   // 0 or 1
     int32_t heads_per_thread;  // 1 to HEADS
 };
-PARAMS_LAYOUT(RopeParams, x, x_token_stride, x_head_stride, y, y_token_stride, y_head_stride, cos, cos_stride, sin,
-              sin_stride, positions, num_tokens, table_rows, num_heads, head_dim, rope_dim, inverse, heads_per_thread)
 
 struct RopeTableParams {
     const float* inv_freq;     // [half]
@@ -64,7 +62,6 @@ struct RopeTableParams {
     int64_t num_positions;
     int32_t half;  // rope_dim / 2
 };
-PARAMS_LAYOUT(RopeTableParams, inv_freq, positions, cos, sin, num_positions, half)
 
 // ---------------------------------------------------------------- rotation
 

@@ -27,8 +27,6 @@ struct SelftestConversionsParams {
     float* e8m0_values;   // [256]
     int64_t count;
 };
-PARAMS_LAYOUT(SelftestConversionsParams, x, bf16_bits, pairs, e4m3_bits, e2m1_codes, e8m0_bits, e4m3_values,
-              e2m1_values, e8m0_values, count)
 
 // Any grid and block; no bit may differ between the backends.
 KERNEL(selftest_conversions, SelftestConversionsParams, 256) {
@@ -59,7 +57,6 @@ struct SelftestE4m3PairsParams {
     float* low;   // [65536], the value of the low code of each pair of codes
     float* high;  // [65536]
 };
-PARAMS_LAYOUT(SelftestE4m3PairsParams, low, high)
 
 // Any grid and block.
 KERNEL(selftest_e4m3_pairs, SelftestE4m3PairsParams, 256) {
@@ -73,7 +70,6 @@ struct SelftestWarpParams {
     const int32_t* x;  // [threads]
     int32_t* y;        // [22, threads]
 };
-PARAMS_LAYOUT(SelftestWarpParams, x, y)
 
 // One block of one or more full warps. Row r of y holds the result of test r for each thread.
 KERNEL(selftest_warp, SelftestWarpParams, 256) {
@@ -133,7 +129,6 @@ struct SelftestMmaParams {
     const float* c;     // [16, 8]
     float* y;           // [3, 16, 8], three times c + a b, each by other loads
 };
-PARAMS_LAYOUT(SelftestMmaParams, a, b, c, y)
 
 constexpr int MMA_M = 16, MMA_N = 8, MMA_K = 16;
 struct MmaTiles {
@@ -187,7 +182,6 @@ struct SelftestAsyncCopyParams {
     int32_t source_rows;
     int32_t num_rows;
 };
-PARAMS_LAYOUT(SelftestAsyncCopyParams, source, indices, y, source_rows, num_rows)
 
 constexpr int COPY_THREADS = 128;
 constexpr int COPY_ROW_BYTES = 64;
@@ -235,7 +229,6 @@ struct SelftestAtomicsParams {
     int32_t* next;      // [2]: the next ticket; the value that was put in last
     int64_t count;
 };
-PARAMS_LAYOUT(SelftestAtomicsParams, x, integers, floats, wide, tickets, next, count)
 
 // Any grid and block. The caller sets the starting values; |sum of x| < 2^22 keeps the floats
 // exact.
@@ -271,7 +264,6 @@ struct SelftestSharedParams {
     const int32_t* x;  // [blocks, threads]
     int32_t* y;        // [5, blocks, threads]
 };
-PARAMS_LAYOUT(SelftestSharedParams, x, y)
 
 constexpr int SHARED_THREADS = 256;
 SHARED_MEMORY(selftest_shared, SHARED_THREADS * sizeof(int32_t))

@@ -42,7 +42,6 @@ struct SelftestFaultParams {
     float* y;        // [count]
     int32_t count;   // FAULT_THREADS
 };
-PARAMS_LAYOUT(SelftestFaultParams, x, y, count)
 
 DEVICE void wrong_synchronization(const SelftestFaultParams& params, int thread) {
     const int lane = thread % WARP_SIZE;

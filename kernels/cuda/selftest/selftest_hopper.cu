@@ -21,7 +21,6 @@ struct SelftestPipelineParams {
     float* y;           // [TILE, TILE] += 3 x the sum over steps of a b^T, by each block
     int32_t steps;
 };
-PARAMS_LAYOUT(SelftestPipelineParams, a, b, y, steps)
 
 struct Stage {
     SharedAddress a, b, full, empty;
@@ -125,7 +124,6 @@ struct SelftestNamedBarriersParams {
     int32_t* y;        // [rounds, WARPGROUP_SIZE], each round of x reversed
     int32_t rounds;
 };
-PARAMS_LAYOUT(SelftestNamedBarriersParams, x, y, rounds)
 
 constexpr int HANDED_OVER = 1, TAKEN = 2;
 SHARED_MEMORY(selftest_named_barriers, WARPGROUP_SIZE * 4)
@@ -155,7 +153,6 @@ struct SelftestBoxParams {
     int32_t column, row, matrix;
     TensorMap map;  // boxes of BOX_ROWS rows
 };
-PARAMS_LAYOUT(SelftestBoxParams, y, column, row, matrix, map)
 
 constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128, LANDED = BOX_BYTES + 1024;
 SHARED_MEMORY(selftest_box, LANDED + 8)
@@ -184,7 +181,6 @@ struct SelftestClusterParams {
     int32_t rounds;
     TensorMap map;   // boxes of BOX_ROWS rows; of each cluster a matrix, of each round one for every block
 };
-PARAMS_LAYOUT(SelftestClusterParams, y, rounds, map)
 
 constexpr uint32_t CLUSTER = 2;
 constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES, BOXES_LANDED = ROUND_BYTES, BOXES_TAKEN = BOXES_LANDED + 8;
@@ -234,7 +230,6 @@ KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CL
 struct SelftestE4m3WordsParams {
     uint32_t* y;  // bf16 [256 scales, 256, 4]: of each word the values of its four codes
 };
-PARAMS_LAYOUT(SelftestE4m3WordsParams, y)
 
 // Any grid and block. Byte j of word i holds code i + 64 j.
 KERNEL(selftest_e4m3_words, SelftestE4m3WordsParams, 256) {

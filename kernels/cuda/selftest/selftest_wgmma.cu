@@ -14,7 +14,6 @@ struct SelftestWgmmaParams {
     int32_t b_transposed;  // 0 or 1
     int32_t accumulate;    // 0 or 1
 };
-PARAMS_LAYOUT(SelftestWgmmaParams, a, b, c, y, n, a_source, b_transposed, accumulate)
 
 // Two warpgroups of 64 rows each; K is two swizzled rows long.
 constexpr int WGMMA_THREADS = 2 * WARPGROUP_SIZE, WGMMA_M = 128, WGMMA_N = 256, WGMMA_K = 128;
@@ -137,7 +136,6 @@ struct SelftestWgmmaE4m3Params {
     int32_t n;             // 8, 16, 64 or 128
     int32_t accumulate;    // 0 or 1
 };
-PARAMS_LAYOUT(SelftestWgmmaE4m3Params, a, b, c, y, n, accumulate)
 SHARED_MEMORY(selftest_wgmma_e4m3, (WGMMA_M + 128) * WGMMA_K)
 
 // A row of K codes is one swizzled row.

@@ -40,8 +40,6 @@ struct EmbedStreamsForwardParams {
     int32_t num_streams;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(EmbedStreamsForwardParams, table, table_vocab_size_stride, token_ids, out, out_token_stride, out_stream_stride,
-              vocab_size, num_streams, hidden_size)
 
 struct EmbedStreamsBackwardParams {
     const ELEMENT* dout; int64_t dout_token_stride; int64_t dout_stream_stride;  // [num_tokens, num_streams, hidden_size]
@@ -53,8 +51,6 @@ struct EmbedStreamsBackwardParams {
     int32_t num_streams;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(EmbedStreamsBackwardParams, dout, dout_token_stride, dout_stream_stride, dtable, dtable_vocab_size_stride, counts,
-              ends, ordered, vocab_size, num_streams, hidden_size)
 
 // A thread's columns: OWN pieces of COUNT, at a distance of one piece of each thread of the block.
 // So an access of a warp is contiguous.

@@ -43,8 +43,6 @@ struct MhcHeadMixParams {
     float norm_eps;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcHeadMixParams, streams, streams_token_stride, streams_stream_stride, partials, scale, base, out,
-              out_token_stride, mix, rstd, num_tokens, hidden_size, splits, chunks, norm_eps, hc_eps)
 
 SHARED_MEMORY(mhc_head_project, sizeof(ProjectionShared<STREAMS>))
 

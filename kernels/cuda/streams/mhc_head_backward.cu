@@ -46,8 +46,6 @@ struct MhcHeadBackwardCoefficientsParams {
     int32_t hidden_size;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcHeadBackwardCoefficientsParams, streams, streams_token_stride, streams_stream_stride, dout,
-              dout_token_stride, mix, rstd, scale, base, numbers, products, hidden_size, hc_eps)
 
 struct MhcHeadBackwardStreamsParams {
     const bf16* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
@@ -60,22 +58,17 @@ struct MhcHeadBackwardStreamsParams {
     int32_t hidden_size;
     int32_t splits;
 };
-PARAMS_LAYOUT(MhcHeadBackwardStreamsParams, streams, streams_token_stride, streams_stream_stride, dout,
-              dout_token_stride, fn, numbers, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials,
-              num_tokens, hidden_size, splits)
 
 struct MhcHeadBackwardSumsParams {
     const float* dfn_partials; float* dfn;
     int64_t numbers;  // of dfn
     int32_t splits;
 };
-PARAMS_LAYOUT(MhcHeadBackwardSumsParams, dfn_partials, dfn, numbers, splits)
 
 struct MhcHeadBackwardParametersParams {
     const float* products; float* dscale; float* dbase;
     int64_t num_tokens;
 };
-PARAMS_LAYOUT(MhcHeadBackwardParametersParams, products, dscale, dbase, num_tokens)
 
 template <int COUNT>
 DEVICE void mhc_head_backward_coefficients(const MhcHeadBackwardCoefficientsParams& params,

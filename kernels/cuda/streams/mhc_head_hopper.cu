@@ -46,8 +46,6 @@ struct MhcHeadHopperParams {
     float norm_eps;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcHeadHopperParams, streams, streams_token_stride, streams_stream_stride, fn, scale, base, out,
-              out_token_stride, mix, rstd, num_tokens, hidden_size, run, norm_eps, hc_eps)
 
 DEVICE const bf16* source_of(const MhcHeadHopperParams& params, int64_t token, int row) {
     return params.streams + token * params.streams_token_stride + row * params.streams_stream_stride;

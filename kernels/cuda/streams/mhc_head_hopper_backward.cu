@@ -50,9 +50,6 @@ struct MhcHeadHopperBackwardParams {
     int32_t run;  // tokens of a cluster
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcHeadHopperBackwardParams, streams, streams_token_stride, streams_stream_stride, dout, dout_token_stride,
-              fn, mix, rstd, scale, base, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials, products,
-              num_tokens, hidden_size, run, hc_eps)
 
 DEVICE const bf16* source_of(const MhcHeadHopperBackwardParams& params, int64_t token, int row) {
     return row < STREAMS ? params.streams + token * params.streams_token_stride + row * params.streams_stream_stride

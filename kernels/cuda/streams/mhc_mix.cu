@@ -44,8 +44,6 @@ struct MhcMixCoefficientsParams {
     float norm_eps;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcMixCoefficientsParams, partials, scale, base, pre, post, comb, mix, rstd, num_tokens, hidden_size,
-              splits, sinkhorn_iters, norm_eps, hc_eps)
 
 SHARED_MEMORY(mhc_mix_project, sizeof(ProjectionShared<COLUMNS>))
 

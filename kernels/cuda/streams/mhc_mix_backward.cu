@@ -46,8 +46,6 @@ struct MhcMixBackwardCoefficientsParams {
     int32_t sinkhorn_iters;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcMixBackwardCoefficientsParams, mix, rstd, scale, base, dpre, dpost, dcomb, numbers, partials,
-              num_tokens, hidden_size, sinkhorn_iters, hc_eps)
 
 struct MhcMixBackwardStreamsParams {
     const bf16* streams;  // [num_tokens, STREAMS, hidden_size]
@@ -60,8 +58,6 @@ struct MhcMixBackwardStreamsParams {
     int32_t hidden_size;
     int32_t splits;
 };
-PARAMS_LAYOUT(MhcMixBackwardStreamsParams, streams, streams_token_stride, streams_stream_stride, fn, numbers, dstreams,
-              dstreams_token_stride, dstreams_stream_stride, dfn_partials, num_tokens, hidden_size, splits)
 
 struct MhcMixBackwardSumsParams {
     const float* dfn_partials; float* dfn;
@@ -70,7 +66,6 @@ struct MhcMixBackwardSumsParams {
     int32_t splits;
     int32_t blocks;  // rows of partials
 };
-PARAMS_LAYOUT(MhcMixBackwardSumsParams, dfn_partials, dfn, partials, dscale, dbase, channels, splits, blocks)
 
 // ---------------------------------------------------------------- coefficients
 

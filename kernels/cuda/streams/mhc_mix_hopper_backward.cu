@@ -51,8 +51,6 @@ struct MhcMixHopperBackwardParams {
     int32_t splits;  // of the tokens
     TensorMap streams_map;  // [STREAMS, num_tokens, bytes], boxes of PANEL_TOKENS rows
 };
-PARAMS_LAYOUT(MhcMixHopperBackwardParams, fn, numbers, dstreams, dstreams_token_stride, dstreams_stream_stride, dfn_partials, num_tokens,
-              hidden_size, splits, streams_map)
 
 struct RoundLayout {
     static constexpr int STAGE_BYTES = PANELS * PANEL_BYTES, PARTS_BYTES = 2 * PANEL_BYTES;

@@ -40,8 +40,6 @@ struct MhcPostForwardParams {
     int32_t hidden_size;
     int32_t chunks;  // blocks of a token
 };
-PARAMS_LAYOUT(MhcPostForwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post, comb,
-              out, out_token_stride, out_destination_stride, hidden_size, chunks)
 
 struct MhcPostBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_source_stride;
@@ -55,9 +53,6 @@ struct MhcPostBackwardParams {
     float* dcomb;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPostBackwardParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post,
-              comb, dout, dout_token_stride, dout_destination_stride, dstreams, dstreams_token_stride,
-              dstreams_source_stride, dy, dy_token_stride, dpost, dcomb, hidden_size)
 
 template <int COUNT>
 DEVICE void mhc_post_forward(const MhcPostForwardParams& params) {

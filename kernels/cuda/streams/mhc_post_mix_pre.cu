@@ -41,8 +41,6 @@ struct MhcPostMixPreProjectParams {
     int32_t hidden_size;
     int32_t splits;  // of the channels
 };
-PARAMS_LAYOUT(MhcPostMixPreProjectParams, streams, streams_token_stride, streams_source_stride, y, y_token_stride, post,
-              comb, fn, out, out_token_stride, out_destination_stride, partials, num_tokens, hidden_size, splits)
 
 struct MhcPostMixPreMixParams {
     const bf16* out; int64_t out_token_stride; int64_t out_destination_stride;  // [num_tokens, STREAMS, hidden_size]
@@ -62,8 +60,6 @@ struct MhcPostMixPreMixParams {
     float norm_eps;
     float hc_eps;
 };
-PARAMS_LAYOUT(MhcPostMixPreMixParams, out, out_token_stride, out_destination_stride, partials, scale, base, pre, post,
-              comb, mix, rstd, h, h_token_stride, num_tokens, hidden_size, splits, sinkhorn_iters, norm_eps, hc_eps)
 
 // ---------------------------------------------------------------- streams and their projection
 

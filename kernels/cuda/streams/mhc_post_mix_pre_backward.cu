@@ -36,8 +36,6 @@ struct MhcPostMixPreDpreParams {
     float* dpre;  // [num_tokens, STREAMS]
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPostMixPreDpreParams, streams, streams_token_stride, streams_destination_stride, dh, dh_token_stride,
-              dpre, hidden_size)
 
 struct MhcPostMixPreTotalParams {
     const bf16* dh; int64_t dh_token_stride;
@@ -52,9 +50,6 @@ struct MhcPostMixPreTotalParams {
     int32_t hidden_size;
     int32_t splits;
 };
-PARAMS_LAYOUT(MhcPostMixPreTotalParams, dh, dh_token_stride, dout, dout_token_stride, dout_destination_stride, pre,
-              streams, streams_token_stride, streams_stream_stride, fn, numbers, dstreams, dstreams_token_stride,
-              dstreams_stream_stride, dfn_partials, num_tokens, hidden_size, splits)
 
 template <int COUNT>
 DEVICE void store_dpre(const MhcPostMixPreDpreParams& params, float (*partials)[STREAMS]) {

@@ -51,8 +51,6 @@ struct MhcPostMixPreHopperParams {
     TensorMap streams_map;  // [STREAMS, num_tokens, bytes], boxes of CONSUMER_TOKENS rows
     TensorMap y_map;  // [num_tokens, bytes], the same boxes
 };
-PARAMS_LAYOUT(MhcPostMixPreHopperParams, post, comb, fn, out, out_token_stride, out_destination_stride, partials, num_tokens, hidden_size,
-              splits, streams_map, y_map)
 
 // A turn of a consumer: 64 tokens of a group. `number` counts all turns of a consumer.
 struct Turn {

@@ -37,8 +37,6 @@ struct MhcPreForwardParams {
     int32_t hidden_size;
     int32_t chunks;  // blocks of a token
 };
-PARAMS_LAYOUT(MhcPreForwardParams, streams, streams_token_stride, streams_stream_stride, pre, h, h_token_stride,
-              hidden_size, chunks)
 
 struct MhcPreBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
@@ -48,8 +46,6 @@ struct MhcPreBackwardParams {
     float* dpre;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPreBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, dh, dh_token_stride,
-              dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, hidden_size)
 
 template <int COUNT>
 DEVICE void mhc_pre_forward(const MhcPreForwardParams& params) {

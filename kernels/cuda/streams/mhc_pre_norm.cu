@@ -45,8 +45,6 @@ struct MhcPreNormForwardParams {
     int32_t hidden_size;
     float eps;
 };
-PARAMS_LAYOUT(MhcPreNormForwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, y,
-              y_token_stride, rstd, hidden_size, eps)
 
 struct MhcPreNormBackwardParams {
     const ELEMENT* streams; int64_t streams_token_stride; int64_t streams_stream_stride;
@@ -60,9 +58,6 @@ struct MhcPreNormBackwardParams {
     int64_t num_tokens;
     int32_t hidden_size;
 };
-PARAMS_LAYOUT(MhcPreNormBackwardParams, streams, streams_token_stride, streams_stream_stride, pre, weight, rstd, dy,
-              dy_token_stride, dstreams, dstreams_token_stride, dstreams_stream_stride, dpre, dweight_partials,
-              num_tokens, hidden_size)
 
 // The sum over the block, in every thread. `partials` may be written again after the block's next
 // barrier.

@@ -48,8 +48,6 @@ struct ProjectionParams {
     int32_t hidden_size;
     int32_t splits;  // of the channels
 };
-PARAMS_LAYOUT(ProjectionParams, streams, streams_token_stride, streams_stream_stride, fn, partials, num_tokens,
-              hidden_size, splits)
 
 // The leading 8 bits of a value, as in a bf16. A NaN stays NaN, whichever bits it has.
 DEVICE float leading_part(float x) {

@@ -46,7 +46,6 @@ struct HopperProjectionParams {
     int32_t splits;  // of the channels
     TensorMap streams_map;  // [STREAMS, num_tokens, bytes], boxes of TILE_TOKENS rows
 };
-PARAMS_LAYOUT(HopperProjectionParams, fn, partials, num_tokens, hidden_size, splits, streams_map)
 
 // The weights of STAGES steps in dynamic shared memory from BEGIN, a multiple of 1024, and the
 // mbarriers of their ring: full when a step's weights have been stored, empty when they are no

@@ -40,7 +40,6 @@ template <typename T> inline T max(T a, T b) { return a < b ? b : a; }
 "#;
 const BACK: &str = r#"
 struct CodeParams { int* nindex; int* nlist; int* data1; int* data2; int32_t numv; };
-PARAMS_LAYOUT(CodeParams, nindex, nlist, data1, data2, numv)
 KERNEL(code, CodeParams, 1024) { test_kernel(params.nindex, params.nlist, params.data1, params.data2, params.numv); }
 "#;
 

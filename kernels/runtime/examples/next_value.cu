@@ -8,7 +8,6 @@ struct NextValueParams {
     float* y;        // [count]
     int64_t count;   // a multiple of THREADS
 };
-PARAMS_LAYOUT(NextValueParams, x, y, count)
 
 // One block.
 KERNEL(next_value, NextValueParams, THREADS) {

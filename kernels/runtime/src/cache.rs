@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, Once, OnceLock};
 
 use super::error::{Result, RuntimeError};
+use super::layouts::Layouts;
 use super::process::variable;
 use super::source::SourceTree;
 use super::supervisor::temporary_folder;
@@ -52,11 +53,12 @@ impl ModuleCache {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
         };
+        let layouts = Layouts::of(tree, file)?;
         part(file);
-        part(tree.text(file)?);
+        part(&layouts.complete(tree.text(file)?));
         for header in tree.headers_of(file)? {
             part(header);
-            part(tree.text(header)?);
+            part(&layouts.complete(tree.text(header)?));
         }
         for (name, text) in extra_headers {
             part(name);

@@ -1,6 +1,7 @@
 //! Parameter structs that are passed to a kernel as raw bytes.
 
 use super::error::{Result, RuntimeError};
+use super::layouts::{self, FieldText, KERNELS, Layouts};
 use super::source::SourceTree;
 use super::tensor::TensorView;
 use super::tensor_map::MapWords;
@@ -39,8 +40,8 @@ struct Field {
 }
 
 /// A kernel's parameter struct, written field by field in the order of the kernel's declaration and
-/// with the layout of C. It records the text that `PARAMS_LAYOUT` hashes in
-/// `kernels/cuda/base/params.h`, one `name:offset:size;` for each field. So a launch can check
+/// with the layout of C. It records the text that `kernels/cuda/base/params.h` hashes of the
+/// kernel's struct, one `name:offset:size;` for each field. So a launch can check
 /// whether the kernel's struct is the same.
 #[derive(Clone, Debug)]
 pub struct Params {
@@ -247,19 +248,18 @@ struct Declared {
 }
 
 fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
+    let layouts = Layouts::of(tree, file).ok()?;
     let headers = tree.headers_of(file).ok()?;
-    let texts: Vec<&str> =
-        [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok()).collect();
-    let behind = |needle: &str| {
-        texts.iter().find_map(|text| text.split_once(needle)).map(|(_, behind)| behind)
+    let files = [file].into_iter().chain(headers).filter_map(|file| tree.text(file).ok());
+    let texts: Vec<_> = files.map(|text| layouts.complete(text)).collect();
+    let after = |needle: &str| {
+        texts.iter().find_map(|text| text.split_once(needle)).map(|(_, after)| after)
     };
-    let macros = ["KERNEL", "KERNEL_OF", "KERNEL_OF_CLUSTERS", "KERNEL_OF_RESIDENT_CLUSTERS"];
-    let begins = macros.map(|word| format!("{word}({kernel},"));
-    let (name, _) = begins.iter().find_map(|begin| behind(begin))?.split_once(',')?;
+    let begins = KERNELS.map(|word| format!("{word}({kernel},"));
+    let (name, _) = begins.iter().find_map(|begin| after(begin))?.split_once(',')?;
     let name = name.trim();
-    let (names, _) = behind(&format!("PARAMS_LAYOUT({name},"))?.split_once(')')?;
-    let (body, _) = behind(&format!("struct {name} {{"))?.split_once('}')?;
-    let mut fields = fields_of(body);
+    let (names, _) = after(&format!("PARAMS_LAYOUT({name},"))?.split_once(')')?;
+    let mut fields = placed(texts.iter().find_map(|text| layouts::declared(text, name))?.fields);
     let of_list = |name: &str| {
         let at = fields.iter().position(|field| field.name == name);
         at.map_or(Declaration { name: name.to_owned(), offset: None, size: None }, |at| {
@@ -270,26 +270,21 @@ fn declared(tree: &SourceTree, file: &str, kernel: &str) -> Option<Declared> {
     Some(Declared { listed, unlisted: fields.into_iter().map(|field| field.name).collect() })
 }
 
-/// The fields of a struct's body in their order, each with its C offset as long as all sizes before
-/// it are known.
-fn fields_of(body: &str) -> Vec<Declaration> {
-    let code: String =
-        body.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+/// Fields in their order, each with its C offset as long as all sizes before it are known.
+fn placed(fields: Vec<FieldText>) -> Vec<Declaration> {
     let mut end = Some(0usize);
-    let field = |declaration: &str| {
-        let (kind, name) = declaration.trim().rsplit_once([' ', '*'])?;
-        let is_pointer = declaration.contains('*');
-        let size = match kind.trim() {
-            _ if is_pointer => Some(8),
+    let place = |FieldText { name, kind }| {
+        let size = match kind.as_str() {
+            pointer if pointer.ends_with('*') => Some(8),
             "int64_t" | "uint64_t" | "double" => Some(8),
             "int32_t" | "uint32_t" | "float" => Some(4),
             _ => None,
         };
         let offset = end.zip(size).map(|(end, size)| end.next_multiple_of(size));
         end = offset.zip(size).map(|(offset, size)| offset + size);
-        Some(Declaration { name: name.to_owned(), offset, size })
+        Declaration { name, offset, size }
     };
-    code.split(';').filter_map(field).collect()
+    fields.into_iter().map(place).collect()
 }
 
 #[cfg(test)]
@@ -426,6 +421,12 @@ mod tests {
             "field 3 is no further field in the kernel, `eps` of 4 bytes in the launcher"
         );
         assert!(x().difference(&tree, "probe.cu", "absent").contains("do not say"));
+        // A struct whose list is derived.
+        let derived = header.split_once("PARAMS_LAYOUT").expect("a list").0;
+        let files =
+            [("p.h", derived), ("probe.cu", source)].map(|(name, text)| (name.into(), text.into()));
+        let tree = SourceTree::from_files("a test".into(), BTreeMap::from(files)).unwrap();
+        assert_eq!(x().difference(&tree, "probe.cu", "probe"), difference(x()));
         // A list in a different order than the struct's, and one without one of the fields.
         let of = |header: &str| {
             let files = [("p.h", header), ("probe.cu", source)]

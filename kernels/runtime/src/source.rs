@@ -252,7 +252,7 @@ fn inclusions(text: &str) -> Vec<Inclusion> {
 
 /// C++ with a space for each comment. Text in quotes is not a comment; a quote between digits is
 /// not a quote.
-fn without_comments(text: &str) -> String {
+pub(crate) fn without_comments(text: &str) -> String {
     let mut rest = text;
     let mut kept = String::with_capacity(text.len());
     while let Some(at) = rest.find(['/', '"', '\'']) {

@@ -13,7 +13,7 @@ pub fn kernels() -> SourceTree {
 #[test]
 fn the_example_of_a_missing_barrier_is_a_race_that_names_both_lines_in_one_schedule() {
     let fault = crate::emulate::wrong_elements(None).expect_err("a race").to_string();
-    let words = ["next_value.cu:18, which thread", "reads at next_value.cu:20", "(a race)"];
+    let words = ["next_value.cu:17, which thread", "reads at next_value.cu:19", "(a race)"];
     assert!(words.iter().all(|word| fault.contains(word)), "{fault}");
 }
 

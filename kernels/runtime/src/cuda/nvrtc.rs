@@ -3,6 +3,7 @@
 //! The functions are bound here and not through cudarc: its loader uses fixed names and could
 //! return another library than the one found.
 
+use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
 use super::library::{Places, Wanted, loader_reason, matching_entries, search};
 use crate::cache::ModuleCache;
 use crate::error::{Result, RuntimeError};
+use crate::layouts::Layouts;
 use crate::source::SourceTree;
 
 const NVRTC: Wanted = Wanted {
@@ -178,26 +180,30 @@ impl Nvrtc {
         defines: &[(String, String)],
         target: &str,
     ) -> Result<Compiled> {
-        let source = tree.text(file)?;
-        self.cubin(source, file, tree, defines, target).map_err(|log| RuntimeError::Compile {
-            compiler: self.name(),
-            file: file.into(),
-            defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
-            log,
+        let layouts = Layouts::of(tree, file)?;
+        let source = layouts.complete(tree.text(file)?);
+        let headers: Vec<_> =
+            tree.headers().map(|(name, text)| (name, layouts.complete(text))).collect();
+        self.cubin((file, &source), &headers, defines, target).map_err(|log| {
+            RuntimeError::Compile {
+                compiler: self.name(),
+                file: file.into(),
+                defines: defines.iter().map(|(name, value)| format!(" -D{name}={value}")).collect(),
+                log,
+            }
         })
     }
 
     fn cubin(
         &self,
-        source: &str,
-        file: &str,
-        tree: &SourceTree,
+        (file, source): (&str, &str),
+        headers: &[(&str, Cow<'_, str>)],
         defines: &[(String, String)],
         target: &str,
     ) -> std::result::Result<Compiled, String> {
         let options = Strings::new(options(defines, target)?.iter().map(String::as_str))?;
-        let names = Strings::new(tree.headers().map(|(name, _)| name))?;
-        let texts = Strings::new(tree.headers().map(|(_, text)| text))?;
+        let names = Strings::new(headers.iter().map(|(name, _)| *name))?;
+        let texts = Strings::new(headers.iter().map(|(_, text)| text.as_ref()))?;
         let (source, file) = (c_string(source)?, c_string(file)?);
         let mut handle = std::ptr::null_mut();
         // SAFETY: every pointer is to a NUL-terminated string that lives past the call; NVRTC

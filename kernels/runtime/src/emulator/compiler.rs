@@ -11,6 +11,7 @@ use tempfile::TempDir;
 use super::pads::padded;
 use crate::cache::ModuleCache;
 use crate::error::{Result, RuntimeError};
+use crate::layouts::Layouts;
 use crate::process::variable;
 use crate::source::{SourceTree, emulator_headers};
 use crate::supervisor::run_within;
@@ -277,13 +278,14 @@ fn sources_of(
         std::fs::write(scratch.path().join(name), text)
             .map_err(|e| RuntimeError::system(format!("writing {name} for the compiler"), e))
     };
+    let layouts = Layouts::of(tree, file)?;
     for (name, text) in tree.headers() {
-        write(name, text)?;
+        write(name, &layouts.complete(text))?;
     }
     for (name, text) in headers {
         write(name, text)?;
     }
-    write(file, tree.text(file)?)?;
+    write(file, &layouts.complete(tree.text(file)?))?;
     Ok(scratch)
 }
 
