@@ -21,13 +21,19 @@ use crate::operator::fields::{extent, tensor};
 use crate::operator::prelude::*;
 use crate::operators::cache::kv_norm_rope_write::{check_format, holds, set_cache};
 use crate::operators::cache::paged::{SlotClass, oracle, page_gap};
-use crate::operators::projections::output_projection::{parted, set_weight};
-use crate::operators::projections::query_projection::product_of_codes;
+use crate::operators::projections::chain::{ChainProduct, parted};
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, positions_of};
 
 /// The operators in sequence.
 pub struct KvProjection;
+
+const PRODUCT: ChainProduct = ChainProduct {
+    x: ["h", "h_codes", "h_scales"],
+    w: ["wkv", "wkv_codes", "wkv_scales"],
+    y: "kv_a",
+    gradients: ["dh", "dwkv", "dkv_a"],
+};
 
 /// The use of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -330,8 +336,8 @@ impl Operator for KvProjection {
             );
         }
         if c.stored == Stored::CacheOfFp8 {
-            let extents = [1, c.format().head_dim(), c.hidden_size];
-            set_weight(c.data.seed, tensors, ["wkv_codes", "wkv_scales"], extents)?;
+            let extents = [c.format().head_dim(), c.hidden_size];
+            PRODUCT.set_weight(c.data.seed, tensors, extents)?;
         }
         Ok(())
     }
@@ -383,17 +389,7 @@ impl Operator for KvProjection {
     }
 
     fn launch(c: &KvProjectionCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        if c.stored == Stored::CacheOfFp8 {
-            product_of_codes(
-                v,
-                run,
-                ["h", "h_codes", "h_scales", "wkv_codes", "wkv_scales", "kv_a"],
-            )?;
-        } else {
-            let product = v.only(&["h", "wkv", "kv_a", "workspace"]);
-            let product = product.renamed(&[("h", "x"), ("wkv", "w"), ("kv_a", "y")]);
-            run.launch(|device| linear::forward(device, &product, linear::Products::Own))?;
-        }
+        PRODUCT.launch(v, run, c.stored == Stored::CacheOfFp8)?;
         run.freeze(&v["kv_a"])?;
         if !c.trains() {
             let views =
@@ -439,9 +435,7 @@ impl Operator for KvProjection {
         ];
         ran.extend(rms_norm::backward(device, &norm.renamed(&names))?);
         run.freeze(&v["dkv_a"])?;
-        let product = v.only(&["h", "wkv", "dkv_a", "dh", "dwkv", "workspace"]);
-        let names = [("h", "x"), ("wkv", "w"), ("dkv_a", "dy"), ("dh", "dx"), ("dwkv", "dw")];
-        ran.extend(linear::backward(device, &product.renamed(&names), linear::Products::Own)?);
+        ran.extend(PRODUCT.backward(v, device)?);
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Norms, rotation and projections.
 
+pub(crate) mod chain;
 pub mod kv_projection;
 pub mod linear;
 pub mod output_projection;

@@ -14,19 +14,15 @@
 //! as another's.
 
 use dsv4_kernels::attention::inverse_rope_quantize::ScaleLayout;
-use dsv4_kernels::{
-    attention::inverse_rope_quantize, formats::quantize_fp8, projections::linear, projections::rope,
-};
-use dsv4_reference::formats::quantize_fp8 as squares;
+use dsv4_kernels::{attention::inverse_rope_quantize, projections::linear, projections::rope};
 use dsv4_reference::projections::output_projection as reference;
-use dsv4_reference::quantize::ScaleType as OracleScale;
-use dsv4_runtime::TensorView;
 
 use crate::operator::declaration::Axis;
-use crate::operator::fields::{elements, extent, tensor};
+use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 use crate::operators::attention::inverse_rope_quantize::{check_groups, check_rope_dim};
 use crate::operators::formats::quantize_fp8::layout_of_oracle;
+use crate::operators::projections::chain::{ChainProduct, of_codes, parted, set_weight};
 use crate::operators::projections::rope::{TableForm, Turning, turned_by};
 
 /// The operators in sequence.
@@ -95,6 +91,12 @@ fn plain(num_tokens: usize, extents: [usize; 5]) -> OutputProjectionCase {
 
 /// Its name.
 const NAME: &str = "output_projection";
+const SECOND: ChainProduct = ChainProduct {
+    x: ["z", "z_codes", "z_scales"],
+    w: ["wo_b", "wo_b_codes", "wo_b_scales"],
+    y: "y",
+    gradients: ["dz", "dwo_b", "dy"],
+};
 /// Values that share a scale.
 const BLOCK: usize = linear::BLOCK;
 
@@ -118,25 +120,6 @@ impl OutputProjectionCase {
         inverse_rope_quantize::Options { o_groups: self.o_groups, scale, layout: self.layout }
     }
 }
-
-/// GEMMs of codes, with this scale layout of their operand.
-pub(crate) fn of_codes(layout: ScaleLayout) -> linear::Quantized {
-    let implementation = dsv4_kernels::implementation::Implementation::Portable;
-    linear::Quantized {
-        weights: linear::Weights::Fp8,
-        group: BLOCK,
-        scale_bytes: true,
-        layout,
-        implementation,
-    }
-}
-
-/// The operand formats of quantized weights.
-pub(crate) const OF_ROWS: quantize_fp8::Options = quantize_fp8::Options {
-    group: quantize_fp8::Group::Row128,
-    scale: quantize_fp8::ScaleType::E8m0,
-    layout: quantize_fp8::ScaleLayout::Plain,
-};
 
 impl Operator for OutputProjection {
     type Case = OutputProjectionCase;
@@ -366,12 +349,7 @@ impl Operator for OutputProjection {
     fn amend(c: &OutputProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if c.quantized != Quantized::None {
-            set_weight(
-                c.data.seed,
-                tensors,
-                ["wo_b_codes", "wo_b_scales"],
-                [1, c.hidden_size, c.latent()],
-            )?;
+            SECOND.set_weight(c.data.seed, tensors, [c.hidden_size, c.latent()])?;
         }
         if c.quantized == Quantized::Both {
             set_weight(
@@ -446,25 +424,7 @@ impl Operator for OutputProjection {
             run.launch(|device| linear::grouped_forward(device, &first, linear::Products::Own))?;
         }
         run.freeze(&v["z"])?;
-        if c.quantized == Quantized::None {
-            let names = [("z", "x"), ("wo_b", "w")];
-            let second = v.only(&["z", "wo_b", "y", "workspace"]).renamed(&names);
-            return run.launch(|device| linear::forward(device, &second, linear::Products::Own));
-        }
-        let names = [("z", "x"), ("z_codes", "codes"), ("z_scales", "scales")];
-        let coded = v.only(&["z", "z_codes", "z_scales"]).renamed(&names);
-        run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-        let names = [
-            ("z_codes", "x"),
-            ("z_scales", "x_scales"),
-            ("wo_b_codes", "w"),
-            ("wo_b_scales", "w_scales"),
-        ];
-        let second = v
-            .only(&["z_codes", "z_scales", "wo_b_codes", "wo_b_scales", "y", "workspace"])
-            .renamed(&names);
-        let quantized = of_codes(ScaleLayout::Plain);
-        run.launch(|device| linear::forward_quantized(device, &second, quantized))
+        SECOND.launch(v, run, c.quantized != Quantized::None)
     }
 
     fn launch_backward(
@@ -475,9 +435,7 @@ impl Operator for OutputProjection {
         if c.quantized != Quantized::None {
             return Ok(());
         }
-        let names = [("z", "x"), ("wo_b", "w"), ("dz", "dx"), ("dwo_b", "dw")];
-        let second = v.only(&["z", "wo_b", "dy", "dz", "dwo_b", "workspace"]).renamed(&names);
-        let mut ran = linear::backward(run.device(), &second, linear::Products::Own)?;
+        let mut ran = SECOND.backward(v, run.device())?;
         run.freeze(&v["dz"])?;
         let names =
             [("rotated", "x"), ("wo_a", "w"), ("dz", "dy"), ("drotated", "dx"), ("dwo_a", "dw")];
@@ -543,19 +501,6 @@ fn named(t: &Bound<'_>) -> OracleResult<Named> {
     names.into_iter().try_fold(Named::new(), |all, name| Ok(all.maybe(name, t.maybe(name)?)))
 }
 
-/// A tensor of rows as a tensor of heads, or of groups, concatenated in them.
-pub(crate) fn parted(
-    operator: &'static str,
-    name: &'static str,
-    view: &TensorView,
-    parts: usize,
-) -> Result<TensorView, RuntimeError> {
-    view.parted(parts).ok_or_else(|| {
-        let reason = format!("shape {:?} must have a last axis of {parts} equal parts", view.shape);
-        RuntimeError::argument(operator, name, reason)
-    })
-}
-
 /// The tensors of these names, with rows split into groups: the rotated output, z, and their
 /// gradients if present.
 fn groups(
@@ -595,39 +540,5 @@ fn quantized_groups(
         let views = views.with("w_scales", &v["wo_a_scales"].entry(0, group)?);
         run.launch(|device| linear::forward_quantized(device, &views, of_codes(c.layout)))?;
     }
-    Ok(())
-}
-
-/// Sets the codes and scales of weights in blocks, with different magnitudes for each block and
-/// each group.
-pub(crate) fn set_weight(
-    seed: u64,
-    tensors: &mut Tensors,
-    [codes_name, scales_name]: [&'static str; 2],
-    [groups, rows, columns]: [usize; 3],
-) -> OracleResult<()> {
-    let options = squares::Options {
-        group: squares::Group::Square,
-        scale: OracleScale::E8m0,
-        layout: dsv4_reference::formats::scale_layout::ScaleLayout::Plain,
-    };
-    let (mut codes, mut scales) = (Vec::new(), Vec::new());
-    let mut draw = Draw::new(seed, codes_name);
-    for group in 0..groups {
-        let mut numbers =
-            draw.values(Distribution::Normal, rows, columns, (columns as f64).sqrt().recip());
-        for (at, number) in numbers.iter_mut().enumerate() {
-            let (row, column) = (at / columns / BLOCK, at % columns / BLOCK);
-            *number *= 2f64.powi(((3 * row + 5 * column + 2 * group) % 4) as i32 - 2);
-        }
-        let quantized = squares::quantize(
-            &Named::new().with("x", tensor(numbers, &[rows, columns])?),
-            options,
-        )?;
-        codes.extend(elements(quantized.tensor("codes")?)?);
-        scales.extend(elements(quantized.tensor("scales")?)?);
-    }
-    tensors.set(codes_name, &codes);
-    tensors.set(scales_name, &scales);
     Ok(())
 }

@@ -11,21 +11,31 @@
 //! q_b uses the memory of what the backward reads. Or the norm of one row is applied to another, or
 //! heads do not match wq_b's rows.
 
-use dsv4_kernels::projections::linear::ScaleLayout;
-use dsv4_kernels::{
-    formats::quantize_fp8, projections::linear, projections::query_norm_rope, projections::rms_norm,
-};
+use dsv4_kernels::{projections::linear, projections::query_norm_rope, projections::rms_norm};
 use dsv4_reference::projections::query_projection as reference;
 
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
 use crate::operators::attention::inverse_rope_quantize::check_rope_dim;
-use crate::operators::projections::output_projection::{OF_ROWS, of_codes, parted, set_weight};
+use crate::operators::projections::chain::{ChainProduct, parted};
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, positions_of, tokens_first};
 
 /// The operators in sequence.
 pub struct QueryProjection;
+
+const FIRST: ChainProduct = ChainProduct {
+    x: ["h", "h_codes", "h_scales"],
+    w: ["wq_a", "wq_a_codes", "wq_a_scales"],
+    y: "q_a",
+    gradients: ["dh", "dwq_a", "dq_a"],
+};
+const SECOND: ChainProduct = ChainProduct {
+    x: ["qr", "qr_codes", "qr_scales"],
+    w: ["wq_b", "wq_b_codes", "wq_b_scales"],
+    y: "q_b",
+    gradients: ["dqr", "dwq_b", "dq_b"],
+};
 
 /// A case: sizes, rotation, formats, data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -310,18 +320,8 @@ impl Operator for QueryProjection {
     fn amend(c: &QueryProjectionCase, tensors: &mut Tensors) -> OracleResult<()> {
         c.turning().amend(tensors)?;
         if c.quantized {
-            set_weight(
-                c.data.seed,
-                tensors,
-                ["wq_a_codes", "wq_a_scales"],
-                [1, c.q_lora_rank, c.hidden_size],
-            )?;
-            set_weight(
-                c.data.seed,
-                tensors,
-                ["wq_b_codes", "wq_b_scales"],
-                [1, c.width(), c.q_lora_rank],
-            )?;
+            FIRST.set_weight(c.data.seed, tensors, [c.q_lora_rank, c.hidden_size])?;
+            SECOND.set_weight(c.data.seed, tensors, [c.width(), c.q_lora_rank])?;
         }
         Ok(())
     }
@@ -368,34 +368,14 @@ impl Operator for QueryProjection {
         v: &Views,
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
-        if c.quantized {
-            product_of_codes(
-                v,
-                run,
-                ["h", "h_codes", "h_scales", "wq_a_codes", "wq_a_scales", "q_a"],
-            )?;
-        } else {
-            let first = v.only(&["h", "wq_a", "q_a", "workspace"]);
-            let first = first.renamed(&[("h", "x"), ("wq_a", "w"), ("q_a", "y")]);
-            run.launch(|device| linear::forward(device, &first, linear::Products::Own))?;
-        }
+        FIRST.launch(v, run, c.quantized)?;
         run.freeze(&v["q_a"])?;
         let norm = v.only(&["q_a", "q_norm", "qr", "qr_rstd"]);
         let norm =
             norm.renamed(&[("q_a", "x"), ("q_norm", "weight"), ("qr", "y"), ("qr_rstd", "rstd")]);
         run.launch(|device| rms_norm::forward(device, &norm, c.eps))?;
         run.freeze(&v["qr"])?;
-        if c.quantized {
-            product_of_codes(
-                v,
-                run,
-                ["qr", "qr_codes", "qr_scales", "wq_b_codes", "wq_b_scales", "q_b"],
-            )?;
-        } else {
-            let second = v.only(&["qr", "wq_b", "q_b", "workspace"]);
-            let second = second.renamed(&[("qr", "x"), ("wq_b", "w"), ("q_b", "y")]);
-            run.launch(|device| linear::forward(device, &second, linear::Products::Own))?;
-        }
+        SECOND.launch(v, run, c.quantized)?;
         run.freeze(&v["q_b"])?;
         let turned = v.only(&["cos", "sin", "positions", "q_rstd"]).renamed(&[("q_rstd", "rstd")]);
         let turned = turned.with("x", &heads(c, v, "q_b")?).with("y", &heads(c, v, "q")?);
@@ -416,9 +396,7 @@ impl Operator for QueryProjection {
         let mut ran =
             vec![query_norm_rope::backward(device, &turned.with("dx", &heads(c, v, "dq_b")?))?];
         run.freeze(&v["dq_b"])?;
-        let second = v.only(&["qr", "wq_b", "dq_b", "dqr", "dwq_b", "workspace"]);
-        let names = [("qr", "x"), ("wq_b", "w"), ("dq_b", "dy"), ("dqr", "dx"), ("dwq_b", "dw")];
-        ran.extend(linear::backward(device, &second.renamed(&names), linear::Products::Own)?);
+        ran.extend(SECOND.backward(v, device)?);
         run.freeze(&v["dqr"])?;
         let norm = v.only(&["q_a", "q_norm", "qr_rstd", "dqr", "dq_a", "dq_norm", "workspace"]);
         let names = [
@@ -431,9 +409,7 @@ impl Operator for QueryProjection {
         ];
         ran.extend(rms_norm::backward(device, &norm.renamed(&names))?);
         run.freeze(&v["dq_a"])?;
-        let first = v.only(&["h", "wq_a", "dq_a", "dh", "dwq_a", "workspace"]);
-        let names = [("h", "x"), ("wq_a", "w"), ("dq_a", "dy"), ("dh", "dx"), ("dwq_a", "dw")];
-        ran.extend(linear::backward(device, &first.renamed(&names), linear::Products::Own)?);
+        ran.extend(FIRST.backward(v, device)?);
         run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
         Ok(())
     }
@@ -529,19 +505,4 @@ fn heads(
     name: &'static str,
 ) -> Result<dsv4_runtime::TensorView, RuntimeError> {
     parted("query_projection", name, &v[name], c.num_heads)
-}
-
-/// The codes of x, and their GEMM with the codes of a weight.
-pub(crate) fn product_of_codes(
-    v: &Views,
-    run: &mut Launches<'_>,
-    [x, codes, scales, weights, weight_scales, y]: [&'static str; 6],
-) -> Result<(), RuntimeError> {
-    let coded =
-        v.only(&[x, codes, scales]).renamed(&[(x, "x"), (codes, "codes"), (scales, "scales")]);
-    run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-    let names =
-        [(codes, "x"), (scales, "x_scales"), (weights, "w"), (weight_scales, "w_scales"), (y, "y")];
-    let product = v.only(&[codes, scales, weights, weight_scales, y, "workspace"]).renamed(&names);
-    run.launch(|device| linear::forward_quantized(device, &product, of_codes(ScaleLayout::Plain)))
 }
