@@ -202,13 +202,6 @@ DEVICE void request_group(const Params& params, const Place& place, const PoolIt
     }
 }
 
-DEVICE void settle_group(int ratio, const PoolItem& item, Awaited<GROUP_SLOTS>& awaited) {
-    add_ape(awaited);
-    UNROLL
-    for (int i = 0; i < GROUP_SLOTS; ++i)
-        if (slot_of(item, i) >= ratio) leave_empty(awaited.slots, i);
-}
-
 template <bool WIDE>
 DEVICE void pool_chunk(const CompressorParams& params) {
     __shared__ PoolShared shared;

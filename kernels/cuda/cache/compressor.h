@@ -388,6 +388,14 @@ DEVICE PoolItem pool_item(int64_t block, int head_dim) {
     return PoolItem{entry, chunk * CHUNK + quad * QUAD, group};
 }
 
+// The slots of a thread once they have arrived: with ape, and empty past those of a group.
+DEVICE void settle_group(int ratio, const PoolItem& item, Awaited<GROUP_SLOTS>& awaited) {
+    add_ape(awaited);
+    UNROLL
+    for (int i = 0; i < GROUP_SLOTS; ++i)
+        if (slot_of(item, i) >= ratio) leave_empty(awaited.slots, i);
+}
+
 // Stores an entry, or zeros where it does not exist.
 template <bool WIDE, typename Params>
 DEVICE void store_entry(const Params& params, int64_t entry, bool exists, int channel, Channels& x) {

@@ -255,10 +255,7 @@ DEVICE void stream_pool(const CompressorStreamParams& params) {
             request_slot<WIDE>(source_at(params, row, slot, channel), i, awaited);
         }
         if (threadIdx.x == 0) prefetch_finish(params, place.position, item.channel);
-        add_ape(awaited);
-        UNROLL
-        for (int i = 0; i < GROUP_SLOTS; ++i)
-            if (slot_of(item, i) >= params.ratio) leave_empty(awaited.slots, i);
+        settle_group(params.ratio, item, awaited);
         pool(awaited.slots, &shared, x, inverse);
     }
     if (item.group == 0) store_pooled<WIDE>(params, item.entry, item.channel, x);
