@@ -32,6 +32,7 @@ pub mod format;
 pub mod formats;
 pub mod head;
 pub mod indexer;
+pub mod model;
 pub mod named;
 pub mod precision;
 pub mod products;

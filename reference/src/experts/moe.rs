@@ -249,57 +249,76 @@ impl Products for QuantizedProducts<'_> {
     }
 }
 
+/// Products of unquantized values with unquantized weights.
+pub struct PlainProducts<'a> {
+    /// `gate_up` `[num_experts, 2 * intermediate_size, hidden_size]`, gate's rows first, and `down`
+    /// `[num_experts, hidden_size, intermediate_size]`; of the shared expert `shared_gate` and
+    /// `shared_up` `[intermediate_size, hidden_size]`, and `shared_down`.
+    pub inputs: &'a Named,
+}
+
+impl PlainProducts<'_> {
+    fn of_experts(
+        &self,
+        rows: &Tensor,
+        maps: &Named,
+        name: &'static str,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
+        let (weights, offsets) =
+            (self.inputs.tensor(name)?, values(maps.tensor("expert_offsets")?)?);
+        let mut parts = Vec::new();
+        for expert in 0..weights.dim(0)? {
+            let (first, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
+            if end > first {
+                let own = rows.narrow(0, first, end - first)?;
+                parts.push(rounding.matmul_f32(&own, &weights.get(expert)?.t()?)?);
+            }
+        }
+        let used = offsets.last().map_or(0, |&end| end as usize);
+        let unused = (rows.dim(0)? - used, weights.dim(1)?);
+        parts.push(Tensor::zeros(unused, rows.dtype(), rows.device())?);
+        Ok(Tensor::cat(&parts, 0)?)
+    }
+
+    fn product(
+        &self,
+        rows: &Tensor,
+        name: &'static str,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
+        rounding.matmul_f32(rows, &self.inputs.tensor(name)?.t()?)
+    }
+}
+
+impl Products for PlainProducts<'_> {
+    fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_experts(rows, maps, "gate_up", rounding)
+    }
+
+    fn second(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_experts(rows, maps, "down", rounding)
+    }
+
+    fn shared_first(&self, hidden: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        let gate = self.product(hidden, "shared_gate", rounding)?;
+        Ok(Tensor::cat(&[gate, self.product(hidden, "shared_up", rounding)?], 1)?)
+    }
+
+    fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        self.product(rows, "shared_down", rounding)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::{Golden, UNIT_ROUNDOFF, assert_within, dot};
 
-    /// Products with the unquantized weights of a golden layer.
-    struct Plain {
-        gate_up: Tensor,
-        down: Tensor,
-        shared: [Tensor; 3],
-    }
-
-    impl Plain {
-        fn of_experts(rows: &Tensor, maps: &Named, weights: &Tensor) -> Result<Tensor> {
-            let offsets = values(maps.tensor("expert_offsets")?)?;
-            let mut parts = Vec::new();
-            for expert in 0..weights.dim(0)? {
-                let (first, end) = (offsets[expert] as usize, offsets[expert + 1] as usize);
-                if end > first {
-                    parts.push(
-                        rows.narrow(0, first, end - first)?.matmul(&weights.get(expert)?.t()?)?,
-                    );
-                }
-            }
-            let used = *offsets.last().expect("the end") as usize;
-            parts.push(Tensor::zeros(
-                (rows.dim(0)? - used, weights.dim(1)?),
-                rows.dtype(),
-                rows.device(),
-            )?);
-            Ok(Tensor::cat(&parts, 0)?)
-        }
-    }
-
-    impl Products for Plain {
-        fn first(&self, rows: &Tensor, maps: &Named, _: &mut Rounding) -> Result<Tensor> {
-            Self::of_experts(rows, maps, &self.gate_up)
-        }
-
-        fn second(&self, rows: &Tensor, maps: &Named, _: &mut Rounding) -> Result<Tensor> {
-            Self::of_experts(rows, maps, &self.down)
-        }
-
-        fn shared_first(&self, hidden: &Tensor, _: &mut Rounding) -> Result<Tensor> {
-            let [gate, up, _] = &self.shared;
-            Ok(Tensor::cat(&[hidden.matmul(&gate.t()?)?, hidden.matmul(&up.t()?)?], 1)?)
-        }
-
-        fn shared_second(&self, rows: &Tensor, _: &mut Rounding) -> Result<Tensor> {
-            Ok(rows.matmul(&self.shared[2].t()?)?)
-        }
+    /// The weights of a golden layer.
+    fn of_products(gate_up: Tensor, down: Tensor, [gate, up, last]: [Tensor; 3]) -> Named {
+        let routed = Named::new().with("gate_up", gate_up).with("down", down);
+        routed.with("shared_gate", gate).with("shared_up", up).with("shared_down", last)
     }
 
     #[test]
@@ -328,7 +347,7 @@ mod tests {
                 let found = forward(
                     &named,
                     &layer,
-                    &Plain { gate_up, down, shared },
+                    &PlainProducts { inputs: &of_products(gate_up, down, shared) },
                     &mut Rounding::exact(),
                 )?;
                 for (key, own) in
@@ -356,7 +375,8 @@ mod tests {
             let weights = ["gate_proj", "up_proj", "down_proj"]
                 .map(|of| golden.f64(&format!("param.shared_experts.{of}.weight")));
             let none = rows.narrow(0, 0, 1)?;
-            let plain = Plain { gate_up: none.clone(), down: none, shared: weights };
+            let inputs = of_products(none.clone(), none, weights);
+            let plain = PlainProducts { inputs: &inputs };
             let mut exact = Rounding::exact();
             let both = plain.shared_first(&rows, &mut exact)?;
             let found =
