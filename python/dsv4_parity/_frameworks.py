@@ -119,8 +119,8 @@ class Torch:
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(tensor, torch.Tensor)
 
-    def _names(self):
-        torch = self._torch
+    @staticmethod
+    def _names(torch):
         names = {
             torch.float32: "f32",
             torch.bfloat16: "bf16",
@@ -132,15 +132,25 @@ class Torch:
         names.update({getattr(torch, name): "u8" for name in codes if hasattr(torch, name)})
         return names
 
+    @classmethod
+    def dtype_of(cls, name, tensor):
+        """The type of a tensor's elements, as kernels call it."""
+        if cls._known is None:
+            cls._known = cls._names(sys.modules["torch"])
+        dtype = cls._known.get(tensor.dtype)
+        if dtype is None:
+            raise _dtype_error(name, tensor.dtype)
+        return dtype
+
+    _known = None
+
     def key(self, tensor):
         return tensor.shape, tensor.stride(), tensor.dtype
 
     def describe(self, name, tensor, is_written=False):
         if tensor.device != self._device:
             raise ValueError(f"argument `{name}`: device {tensor.device} must be {self._device}")
-        dtype = self._names().get(tensor.dtype)
-        if dtype is None:
-            raise _dtype_error(name, tensor.dtype)
+        dtype = self.dtype_of(name, tensor)
         dense = tensor
         if self.place == "emulator" and not tensor.is_contiguous():
             dense = tensor.contiguous()
@@ -151,10 +161,12 @@ class Torch:
         return Described(dense.data_ptr(), dtype, list(dense.shape), strides, true_strides)
 
     def empty(self, dtype, shape):
+        return self._torch.empty(shape, dtype=self._types(dtype), device=self._device)
+
+    def _types(self, dtype):
         torch = self._torch
         types = {"f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
-        types.update({"i64": torch.int64, "u8": torch.uint8})
-        return torch.empty(shape, dtype=types[dtype], device=self._device)
+        return types.get(dtype) or {"i64": torch.int64, "u8": torch.uint8}[dtype]
 
     def finish(self):
         for tensor, dense in self._copies:

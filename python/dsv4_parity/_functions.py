@@ -1,13 +1,10 @@
 """The functions of `dsv4_parity.ops`, made from the operators' declarations."""
 
 import json
-import threading
 from collections import namedtuple
-from contextlib import nullcontext
 
 from dsv4_parity import _frameworks, _native
 
-_lock = threading.Lock()
 _nvtx = None
 
 DIRECTIONS = ("forward", "backward")
@@ -37,119 +34,152 @@ class Function:
         self.direction = direction
         self.name = self.operator + ("" if direction == 0 else "_backward")
         described = description["directions"][direction]
-        self.given, self.written = described["given"], described["written"]
         # Required tensors come first, as Python wants it.
-        self.given = sorted(self.given, key=lambda tensor: not tensor["required"])
+        self.given = sorted(described["given"], key=lambda tensor: not tensor["required"])
+        self.written = described["written"]
         self.options = description["options"]
         self.description = description
         self.results = [tensor["name"] for tensor in self.written]
-        self._bound = {}
+        self._label = f"{self.operator}:{DIRECTIONS[direction]}"
+        self._states = {argument["name"] for argument in self.given if argument["state"]}
+        self._plans = {}
+        self._prepared = {}
         if len(self.results) > 1:
             title = "".join(part.capitalize() for part in self.name.split("_"))
             self.result = namedtuple(f"{title}Result", self.results, module="dsv4_parity.ops")
 
+    def plan(self, given, options, place):
+        """The plan of a call: name, type, sizes and strides of its tensors, and its options."""
+        options = tuple(tuple(one) if isinstance(one, list) else one for one in options)
+        key = (place, repr(given), options)
+        plan = self._plans.get(key)
+        if plan is None:
+            names = [option["name"] for option in self.options]
+            chosen = {name: one for name, one in zip(names, options) if one is not None}
+            direction = self.direction
+            plan = _native.plan(self.operator, direction, given, json.dumps(chosen), place)
+            self._plans[key] = plan
+        return plan
+
     def __call__(self, tensors, options, out):
         """Runs it: tensors in the order of `given` (None where absent), options in theirs."""
+        framework = self._framework(tensors)
+        if _nvtx is None:
+            return self._run(framework, tensors, options, out)
+        with _nvtx(self._label):
+            return self._run(framework, tensors, options, out)
+
+    def _framework(self, tensors):
         first = next((tensor for tensor in tensors if tensor is not None), None)
         framework = _frameworks.of(first)
         if framework is None:
             name = self.given[0]["name"]
-            raise TypeError(f"{self.operator}: argument `{name}`: {type(first)} is no tensor")
-        framework = framework(first)
-        plan, names = self._plan(framework, tensors, options)
-        with _nvtx(f"{self.operator}:{DIRECTIONS[self.direction]}") if _nvtx else nullcontext():
-            return self._launch(framework, plan, names, tensors, out)
-
-    def _plan(self, framework, tensors, options):
-        keys = tuple(None if tensor is None else framework.key(tensor) for tensor in tensors)
-        options = tuple(tuple(one) if isinstance(one, list) else one for one in options)
-        key = (framework.place, keys, options)
-        try:
-            return self._bound[key]
-        except KeyError:
-            pass
-        given = []
+            what = type(first).__name__
+            raise TypeError(f"{self.operator}: argument `{name}`: {what} is no tensor")
         for argument, tensor in zip(self.given, tensors):
-            if tensor is None:
-                continue
-            self._require_mine(framework, argument["name"], tensor)
-            seen = framework.describe(argument["name"], tensor)
-            given.append((argument["name"], seen.dtype, list(seen.shape), seen.true_strides))
-        chosen = {
-            option["name"]: value
-            for option, value in zip(self.options, options)
-            if value is not None
-        }
-        plan = _native.plan(
-            self.operator, self.direction, given, json.dumps(chosen), framework.place
-        )
-        order = [argument["name"] for argument in self.given]
-        names = [order.index(name) for name, _, _ in plan.given]
-        bound = (plan, (names, plan.given, plan.written, plan.scratch))
-        with _lock:
-            self._bound[key] = bound
-        return bound
+            if tensor is not None and not framework.is_mine(tensor):
+                self._refuse(argument["name"], tensor)
+        return framework(first)
 
-    def _require_mine(self, framework, name, tensor):
-        if not framework.is_mine(tensor):
-            raise TypeError(f"{self.operator}: argument `{name}`: {type(tensor)} is another framework's")
+    def _refuse(self, name, tensor):
+        what = type(tensor).__name__
+        raise TypeError(f"{self.operator}: argument `{name}`: {what} is of another framework")
 
-    def _launch(self, framework, plan, parts, tensors, out):
-        order, given, written, scratch = parts
-        states = {argument["name"] for argument in self.given if argument["state"]}
-        described = []
-        for number, (name, _, _) in zip(order, given):
-            tensor = tensors[number]
-            self._require_mine(framework, name, tensor)
-            described.append(framework.describe(name, tensor, is_written=name in states))
-        results = self._outputs(framework, written, out)
-        for (name, dtype, shape), tensor in zip(written, results):
-            seen = framework.describe(name, tensor, is_written=True)
-            if (seen.dtype, seen.shape) != (dtype, shape):
+    def _run(self, framework, tensors, options, out):
+        keys = tuple([None if one is None else framework.key(one) for one in tensors])
+        try:
+            prepared = self._prepared.get((framework.place, keys, options))
+        except TypeError:
+            options = tuple(tuple(one) if isinstance(one, list) else one for one in options)
+            prepared = self._prepared.get((framework.place, keys, options))
+        if prepared is None:
+            prepared = _Prepared(self, framework, tensors, options)
+            self._prepared[framework.place, keys, options] = prepared
+        return prepared.run(framework, tensors, out)
+
+    def returned(self, names, results):
+        """Results as the function returns them."""
+        if len(self.results) > 1:
+            by_name = dict(zip(names, results))
+            return self.result(*[by_name.get(name) for name in self.results])
+        return results[0] if results else None
+
+
+class _Prepared:
+    """A call for tensors of certain sizes, strides and types."""
+
+    def __init__(self, function, framework, tensors, options):
+        self.function = function
+        names = [argument["name"] for argument in function.given]
+        given = []
+        for name, tensor in zip(names, tensors):
+            if tensor is not None:
+                seen = framework.describe(name, tensor)
+                given.append((name, seen.dtype, list(seen.shape), seen.true_strides))
+        self.plan = function.plan(given, options, framework.place)
+        self.given = [(name, names.index(name)) for name, _, _ in self.plan.given]
+        self.written, self.scratch = self.plan.written, self.plan.scratch
+        self.names = [name for name, _, _ in self.written]
+        self._bound = {}
+
+    def run(self, framework, tensors, out):
+        function = self.function
+        states = function._states
+        seen = [
+            framework.describe(name, tensors[number], name in states)
+            for name, number in self.given
+        ]
+        empty = framework.empty
+        if out is None:
+            results = [empty(dtype, shape) for _, dtype, shape in self.written]
+        else:
+            results = self._outputs(framework, out)
+        for (name, dtype, shape), tensor in zip(self.written, results):
+            if not framework.is_mine(tensor):
+                function._refuse(name, tensor)
+            one = framework.describe(name, tensor, True)
+            if out is not None and (one.dtype, one.shape) != (dtype, shape):
                 raise ValueError(
-                    f"{self.operator}: argument `out`: `{name}` is {seen.dtype} {seen.shape}, "
+                    f"{function.operator}: argument `out`: `{name}` is {one.dtype} {one.shape}, "
                     f"and must be {dtype} {shape}"
                 )
-            described.append(seen)
-        kept = [framework.empty(dtype, shape) for _, dtype, shape in scratch]
-        described += [framework.describe(name, one) for (name, _, _), one in zip(scratch, kept)]
-        addresses = [one.address for one in described]
-        plan.run(framework.place, framework.stream, addresses, [one.strides for one in described])
+            seen.append(one)
+        kept = [empty(dtype, shape) for _, dtype, shape in self.scratch]
+        seen += [framework.describe(name, one) for (name, _, _), one in zip(self.scratch, kept)]
+        strides = [one.strides for one in seen]
+        bound = self._bind(framework.place, strides)
+        bound.launch(framework.stream, [one.address for one in seen])
         framework.finish()
-        return self._returned(written, results)
+        return function.returned(self.names, results)
 
-    def _outputs(self, framework, written, out):
-        if out is None:
-            return [framework.empty(dtype, shape) for _, dtype, shape in written]
-        if len(written) == 1 and not isinstance(out, (tuple, list, dict)):
+    def _bind(self, place, strides):
+        key = tuple(map(tuple, strides))
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = self.plan.bind(place, strides)
+        return bound
+
+    def _outputs(self, framework, out):
+        function, names = self.function, self.names
+        refuse = f"{function.operator}: argument `out`: "
+        if len(names) == 1 and not isinstance(out, (tuple, list, dict)):
             return [out]
-        names = [name for name, _, _ in written]
         if isinstance(out, dict):
             unknown = sorted(set(out) - set(names))
             if unknown:
-                raise ValueError(
-                    f"{self.operator}: argument `out`: `{unknown[0]}` is none of {', '.join(names)}"
-                )
+                raise ValueError(f"{refuse}`{unknown[0]}` is none of {', '.join(names)}")
             given = [out.get(name) for name in names]
+        elif hasattr(out, "_asdict"):
+            return self._outputs(framework, {k: v for k, v in out._asdict().items() if v is not None})
         else:
-            given = [one for one in out if one is not None or len(out) == len(names)]
+            given = list(out)
             if len(given) != len(names):
-                raise ValueError(
-                    f"{self.operator}: argument `out`: {len(given)} tensors must be {len(names)} "
-                    f"({', '.join(names)})"
-                )
+                wanted = f"{len(names)} ({', '.join(names)})"
+                raise ValueError(f"{refuse}{len(given)} tensors must be {wanted}")
         return [
             framework.empty(dtype, shape) if one is None else one
-            for (_, dtype, shape), one in zip(written, given)
+            for (_, dtype, shape), one in zip(self.written, given)
         ]
-
-    def _returned(self, written, results):
-        if not self.results:
-            return None
-        if len(self.results) == 1:
-            return results[0] if results else None
-        by_name = {name: tensor for (name, _, _), tensor in zip(written, results)}
-        return self.result(*[by_name.get(name) for name in self.results])
 
 
 def parameters(function):

@@ -4,7 +4,7 @@
 use dsv4_parity::operator::call::Call;
 use dsv4_parity::operator::declaration::Axis;
 use dsv4_parity::operators::registry;
-use dsv4_runtime::{DType, Environment, TensorView, Views, cuda};
+use dsv4_runtime::{DType, Device, Environment, TensorView, Views, cuda};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::Value;
@@ -13,6 +13,8 @@ use crate::devices::{self, Place};
 use crate::emulated;
 use crate::errors;
 use crate::signatures::signature;
+use std::sync::Arc;
+
 use dsv4_parity::calls::observed::{DIRECTIONS, Observed, Observer, Sizes};
 use dsv4_parity::calls::solve::{Given, Options, Solved, solve};
 
@@ -81,31 +83,66 @@ impl Plan {
         self.call.line().line()
     }
 
-    /// Launches on tensors: their addresses and their strides in elements, in the order of `given`,
-    /// `written` and `scratch`. On a GPU the launches are enqueued on the stream, and this does not
-    /// wait for them. Returns the paths that ran.
-    fn run(
-        &self,
-        py: Python<'_>,
-        place: &str,
-        stream: u64,
-        addresses: Vec<u64>,
-        strides: Vec<Vec<i64>>,
-    ) -> PyResult<Vec<String>> {
+    /// The call on tensors with these strides, in elements, in the order of `given`, `written` and
+    /// `scratch`, in a place: `emulator`, or `cuda:` and the number of a GPU.
+    fn bind(&self, place: &str, strides: Vec<Vec<i64>>) -> PyResult<Bound> {
         let place = place.parse::<Place>().map_err(PyValueError::new_err)?;
-        let views = self.views(&addresses, &strides)?;
-        match place {
-            Place::Emulator => emulated::run(py, &self.call, self.direction, &self.slots, &views),
-            Place::Gpu(ordinal) => py.detach(|| {
-                let device = devices::gpu(ordinal)?;
-                let launch = || {
-                    let mut by_name = Views::new();
-                    views.into_iter().for_each(|(name, view)| by_name.put(name, view));
-                    self.call.launch(DIRECTIONS[self.direction], &by_name, &device)
-                };
-                cuda::on_stream(stream, launch).map_err(|error| errors::of_runtime(&error))
-            }),
+        let device = match place {
+            Place::Emulator => None,
+            Place::Gpu(number) => Some(devices::gpu(number)?),
+        };
+        let (wanted, found) = (self.slots.len(), strides.len());
+        if found != wanted {
+            let reason = format!("strides of {found} tensors; the call has {wanted}");
+            return Err(PyValueError::new_err(reason));
         }
+        let view = |(slot, strides): (&Slot, Vec<i64>)| TensorView {
+            name: slot.name.to_owned(),
+            address: 0,
+            dtype: slot.dtype,
+            shape: slot.shape.clone(),
+            strides,
+        };
+        let views = self.slots.iter().zip(strides).map(view).collect();
+        let Self { call, direction, slots } = self;
+        Ok(Bound { call: call.clone(), direction: *direction, slots: slots.clone(), views, device })
+    }
+}
+
+/// A call on tensors of known sizes and strides: only their addresses are missing.
+#[pyclass(frozen, module = "dsv4_parity._native")]
+pub struct Bound {
+    call: Call,
+    direction: usize,
+    slots: Vec<Slot>,
+    views: Vec<TensorView>,
+    /// The GPU; absent on the emulator.
+    device: Option<Arc<Device>>,
+}
+
+#[pymethods]
+impl Bound {
+    /// Launches on tensors at these addresses. On a GPU the launches are enqueued on the stream, a
+    /// `CUstream`, and this does not wait for them. Returns the paths that ran.
+    fn launch(&self, py: Python<'_>, stream: u64, addresses: Vec<u64>) -> PyResult<Vec<String>> {
+        if addresses.len() != self.views.len() {
+            let (found, wanted) = (addresses.len(), self.views.len());
+            let reason = format!("{found} addresses; the call has {wanted} tensors");
+            return Err(PyValueError::new_err(reason));
+        }
+        let named = |((slot, view), address): ((&Slot, &TensorView), u64)| {
+            (slot.name, TensorView { address, ..view.clone() })
+        };
+        let views: Vec<_> = self.slots.iter().zip(&self.views).zip(addresses).map(named).collect();
+        let Some(device) = &self.device else {
+            return emulated::run(py, &self.call, self.direction, &self.slots, &views);
+        };
+        py.detach(|| {
+            let mut by_name = Views::new();
+            views.into_iter().for_each(|(name, view)| by_name.put(name, view));
+            let launch = || self.call.launch(DIRECTIONS[self.direction], &by_name, device);
+            cuda::on_stream(stream, launch).map_err(|error| errors::of_runtime(&error))
+        })
     }
 }
 
@@ -113,30 +150,6 @@ impl Plan {
     fn described(&self, roles: &[Role]) -> Vec<Described> {
         let slots = self.slots.iter().filter(|slot| roles.contains(&slot.role));
         slots.map(|slot| (slot.name, slot.dtype.to_string(), slot.shape.clone())).collect()
-    }
-
-    fn views(
-        &self,
-        addresses: &[u64],
-        strides: &[Vec<i64>],
-    ) -> PyResult<Vec<(&'static str, TensorView)>> {
-        let wanted = self.slots.len();
-        if (addresses.len(), strides.len()) != (wanted, wanted) {
-            let (addresses, strides) = (addresses.len(), strides.len());
-            let reason = format!("{addresses} addresses and {strides} strides of {wanted} tensors");
-            return Err(PyValueError::new_err(reason));
-        }
-        let view = |((slot, &address), strides): ((&Slot, &u64), &Vec<i64>)| {
-            let view = TensorView {
-                name: slot.name.to_owned(),
-                address,
-                dtype: slot.dtype,
-                shape: slot.shape.clone(),
-                strides: strides.clone(),
-            };
-            (slot.name, view)
-        };
-        Ok(self.slots.iter().zip(addresses).zip(strides).map(view).collect())
     }
 }
 

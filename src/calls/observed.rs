@@ -104,6 +104,24 @@ impl Observer {
     /// # Errors
     /// What the launchers reject.
     pub fn observe_with(&self, call: &Call, sizes: &Sizes) -> Result<Observed, RuntimeError> {
+        self.observe_as(call, sizes, None)
+    }
+
+    /// As [`Self::observe`], for a call that needs the same tensors as a `known` one if it has the
+    /// same.
+    ///
+    /// # Errors
+    /// What the launchers reject.
+    pub fn observe_near(&self, call: &Call, known: &Observed) -> Result<Observed, RuntimeError> {
+        self.observe_as(call, &Sizes::new(), Some(known))
+    }
+
+    fn observe_as(
+        &self,
+        call: &Call,
+        sizes: &Sizes,
+        known: Option<&Observed>,
+    ) -> Result<Observed, RuntimeError> {
         let placed = call.placed(|number| FIRST + number as u64 * DISTANCE);
         let mut placed = placed.map_err(|error| {
             RuntimeError::system("placing tensors", std::io::Error::other(error.to_string()))
@@ -117,11 +135,15 @@ impl Observer {
             views.put(name, TensorView::dense(*name, address, DType::U8, &[*bytes]));
         }
         let mut launches = [Vec::new(), Vec::new()];
-        let mut needed: [Vec<&str>; 2] = Default::default();
         for (index, direction) in DIRECTIONS.into_iter().enumerate() {
             launches[index] = self.launched(call, direction, &views)?;
-            needed[index] = self.needed(call, direction, &views, &launches[index]);
         }
+        let names: Vec<&str> = views.iter().map(|(name, _)| name).collect();
+        let same = known.filter(|known| known.names().eq(names.iter().copied()));
+        let needed = [0, 1].map(|index| match same {
+            Some(known) => known.needed(index),
+            None => self.needed(call, DIRECTIONS[index], &views, &launches[index]),
+        });
         let is_needed = |name: &str| [0, 1].map(|index| needed[index].contains(&name));
         let seen = |(spec, view): (TensorSpec, TensorView)| Seen {
             needed: is_needed(spec.name),
@@ -210,6 +232,20 @@ fn quietly<T>(work: AssertUnwindSafe<impl FnOnce() -> T>) -> Option<T> {
 }
 
 impl Observed {
+    /// Names of all tensors and workspaces.
+    fn names(&self) -> impl Iterator<Item = &'static str> {
+        let tensors = self.tensors.iter().map(|seen| seen.spec.name);
+        tensors.chain(self.workspaces.iter().map(|(name, ..)| *name))
+    }
+
+    /// Names of those that a direction needs.
+    fn needed(&self, direction: usize) -> Vec<&'static str> {
+        let tensors = self.tensors.iter().filter(|seen| seen.needed[direction]);
+        let workspaces = self.workspaces.iter().filter(|(_, _, needed)| needed[direction]);
+        let workspaces = workspaces.map(|(name, ..)| *name);
+        tensors.map(|seen| seen.spec.name).chain(workspaces).collect()
+    }
+
     /// Whether a direction launches anything.
     pub fn launches_in(&self, direction: usize) -> bool {
         !self.launches[direction].is_empty()

@@ -259,7 +259,8 @@ pub fn free_axes(
     for path in seeds {
         set(&mut case, path, &json!(seed));
     }
-    let other = operator.call(&case).ok().and_then(|call| observer.observe(&call).ok());
+    let other = operator.call(&case).ok();
+    let other = other.and_then(|call| observer.observe_near(&call, observed).ok());
     let Some(other) = other else { return Vec::new() };
     let axes = |seen: &Seen| {
         let same = other.tensors.iter().find(|other| other.spec.name == seen.spec.name)?;
@@ -386,7 +387,7 @@ impl Changes {
                 let mut case = template.case.clone();
                 set(&mut case, path, &other);
                 let Ok(call) = operator.call(&case) else { continue };
-                if let Ok(observed) = observer.observe(&call) {
+                if let Ok(observed) = observer.observe_near(&call, &template.observed) {
                     for direction in 0..2 {
                         changes.add(direction, &template.observed, value, &observed, &other);
                     }

@@ -16,15 +16,14 @@
 //! stream, whose row is its token's; its gradient is that of `moe_expand`.
 
 use dsv4_kernels::experts::{moe_expand, moe_reduce};
-use dsv4_kernels::projections::linear::ScaleLayout;
+use dsv4_kernels::projections::{linear, rms_norm};
 use dsv4_kernels::streams::mhc_post::NUM_STREAMS;
-use dsv4_kernels::{formats::quantize_fp8, projections::linear, projections::rms_norm};
 use dsv4_reference::head::mtp_input as reference;
 use dsv4_runtime::TensorView;
 
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
-use crate::operators::projections::output_projection::{OF_ROWS, of_codes, set_weight};
+use crate::operators::projections::chain::ChainProduct;
 use crate::operators::projections::rms_norm::sizes_of_rows;
 
 /// The operators in sequence.
@@ -224,9 +223,9 @@ impl Operator for MtpInput {
             tensors.set_i32s(STREAMS, &rows.collect::<Vec<_>>());
             return Ok(());
         }
-        let extents = [1, c.hidden_size, c.hidden_size];
-        set_weight(c.data.seed, tensors, ["e_proj_codes", "e_proj_scales"], extents)?;
-        set_weight(c.data.seed, tensors, ["h_proj_codes", "h_proj_scales"], extents)
+        let extents = [c.hidden_size; 2];
+        OF_EMBEDDING.product.set_weight(c.data.seed, tensors, extents)?;
+        OF_STREAMS.product.set_weight(c.data.seed, tensors, extents)
     }
 
     fn forward(c: &MtpInputCase, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
@@ -317,17 +316,9 @@ impl Operator for MtpInput {
 struct Side {
     x: &'static str,
     norm: &'static str,
-    normed: &'static str,
     rstd: &'static str,
-    normed_codes: &'static str,
-    normed_scales: &'static str,
-    projection: &'static str,
-    codes: &'static str,
-    scales: &'static str,
-    y: &'static str,
-    dy: &'static str,
-    dprojection: &'static str,
-    dnormed: &'static str,
+    /// Of the normed rows.
+    product: ChainProduct,
     dnorm: &'static str,
     dx: &'static str,
 }
@@ -335,34 +326,26 @@ struct Side {
 const OF_EMBEDDING: Side = Side {
     x: "embedding",
     norm: "enorm",
-    normed: "e",
     rstd: "e_rstd",
-    normed_codes: "e_codes",
-    normed_scales: "e_scales",
-    projection: "e_proj",
-    codes: "e_proj_codes",
-    scales: "e_proj_scales",
-    y: "e_y",
-    dy: "de_y",
-    dprojection: "de_proj",
-    dnormed: "de",
+    product: ChainProduct {
+        x: ["e", "e_codes", "e_scales"],
+        w: ["e_proj", "e_proj_codes", "e_proj_scales"],
+        y: "e_y",
+        gradients: ["de", "de_proj", "de_y"],
+    },
     dnorm: "denorm",
     dx: "dembedding",
 };
 const OF_STREAMS: Side = Side {
     x: "streams",
     norm: "hnorm",
-    normed: "hh",
     rstd: "h_rstd",
-    normed_codes: "h_codes",
-    normed_scales: "h_scales",
-    projection: "h_proj",
-    codes: "h_proj_codes",
-    scales: "h_proj_scales",
-    y: "h_y",
-    dy: "dout",
-    dprojection: "dh_proj",
-    dnormed: "dhh",
+    product: ChainProduct {
+        x: ["hh", "h_codes", "h_scales"],
+        w: ["h_proj", "h_proj_codes", "h_proj_scales"],
+        y: "h_y",
+        gradients: ["dhh", "dh_proj", "dout"],
+    },
     dnorm: "dhnorm",
     dx: "dstreams",
 };
@@ -382,17 +365,28 @@ impl Side {
         if self.x == OF_STREAMS.x { rows_of(name, v) } else { Ok(v[name].clone()) }
     }
 
+    /// The tensors of the product in these rows.
+    fn of_product(&self, v: &Views) -> Result<Views, RuntimeError> {
+        let ChainProduct { x: [x, codes, scales], w: [w, w_codes, w_scales], y, gradients } =
+            self.product;
+        let [dx, dw, dy] = gradients;
+        let weights = v.only(&[w, w_codes, w_scales, dw, "workspace"]);
+        let rows = [x, codes, scales, y, dx, dy].into_iter().filter(|name| v.get(name).is_some());
+        rows.fold(Ok(weights), |views, name| Ok(views?.with(name, &self.rows(name, v)?)))
+    }
+
     fn normed(
         &self,
         c: &MtpInputCase,
         v: &Views,
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
+        let [normed, ..] = self.product.x;
         let norm = Views::new().with("x", &self.rows(self.x, v)?).with("weight", &v[self.norm]);
-        let norm = norm.with("y", &self.rows(self.normed, v)?);
+        let norm = norm.with("y", &self.rows(normed, v)?);
         let norm = norm.with("rstd", &self.rows(self.rstd, v)?);
         run.launch(|device| rms_norm::forward(device, &norm, c.eps))?;
-        run.freeze(&v[self.normed])
+        run.freeze(&v[normed])
     }
 
     fn projected(
@@ -401,23 +395,8 @@ impl Side {
         v: &Views,
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
-        let normed = self.rows(self.normed, v)?;
-        let product = Views::new().with("y", &self.rows(self.y, v)?);
-        let product = product.with("workspace", &v["workspace"]);
-        if c.quantized {
-            let codes = self.rows(self.normed_codes, v)?;
-            let scales = self.rows(self.normed_scales, v)?;
-            let coded = Views::from([("x", &normed), ("codes", &codes), ("scales", &scales)]);
-            run.launch(|device| quantize_fp8::quantize(device, &coded, OF_ROWS))?;
-            let product = product.with("x", &codes).with("x_scales", &scales);
-            let product = product.with("w", &v[self.codes]).with("w_scales", &v[self.scales]);
-            let plain = of_codes(ScaleLayout::Plain);
-            run.launch(|device| linear::forward_quantized(device, &product, plain))?;
-        } else {
-            let product = product.with("x", &normed).with("w", &v[self.projection]);
-            run.launch(|device| linear::forward(device, &product, linear::Products::Own))?;
-        }
-        run.freeze(&v[self.y])
+        self.product.launch(&self.of_product(v)?, run, c.quantized)?;
+        run.freeze(&v[self.product.y])
     }
 
     /// From the gradient of the product to that of the rows; the kernels that ran.
@@ -426,14 +405,11 @@ impl Side {
         v: &Views,
         run: &mut Launches<'_>,
     ) -> Result<Vec<&'static str>, RuntimeError> {
-        let (dnormed, dy) = (self.rows(self.dnormed, v)?, self.rows(self.dy, v)?);
-        let product = Views::new().with("x", &self.rows(self.normed, v)?).with("dy", &dy);
-        let product = product.with("w", &v[self.projection]).with("dw", &v[self.dprojection]);
-        let product = product.with("dx", &dnormed).with("workspace", &v["workspace"]);
-        let mut ran = linear::backward(run.device(), &product, linear::Products::Own)?;
-        run.freeze(&v[self.dnormed])?;
+        let [dnormed, ..] = self.product.gradients;
+        let mut ran = self.product.backward(&self.of_product(v)?, run.device())?;
+        run.freeze(&v[dnormed])?;
         let norm = Views::new().with("x", &self.rows(self.x, v)?).with("weight", &v[self.norm]);
-        let norm = norm.with("rstd", &self.rows(self.rstd, v)?).with("dy", &dnormed);
+        let norm = norm.with("rstd", &self.rows(self.rstd, v)?).with("dy", &self.rows(dnormed, v)?);
         let norm = norm.with("dx", &self.rows(self.dx, v)?).with("dweight", &v[self.dnorm]);
         let norm = norm.with("workspace", &v["workspace"]);
         ran.extend(rms_norm::backward(run.device(), &norm)?);
