@@ -10,7 +10,7 @@ use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::operator::{Arithmetic, KernelRun, OracleTensor, PreparedCase, Side};
 use dsv4_parity::operators::registry;
-use dsv4_parity::record::{CaseRecord, Origin, Verdict};
+use dsv4_parity::record::{CaseRecord, Check, Origin, Verdict};
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep;
 use dsv4_runtime::arena::{Violation, ViolationKind};
@@ -170,13 +170,13 @@ impl Runner for Callable {
         self.replay.clone()
     }
 
-    fn blind_to(&self, check: &str) -> Option<&'static str> {
+    fn blind_to(&self, check: &Check) -> Option<&'static str> {
         match check {
-            "guards" | "fully_written" | "poison_independent" => {
+            Check::Guards | Check::FullyWritten | Check::PoisonIndependent => {
                 Some("the callable makes its own outputs")
             }
-            "schedule_independent" => Some("the callable schedules by itself"),
-            "sequence" => Some("the callable has buffers of its own, new ones for each call"),
+            Check::ScheduleIndependent => Some("the callable schedules by itself"),
+            Check::Sequence => Some("the callable has buffers of its own, new ones for each call"),
             _ => None,
         }
     }
