@@ -36,6 +36,24 @@ impl GroupFormat {
         extents_of(views, numbers(quantizes))
     }
 
+    /// Launches a call with byte scales of rows, with these kernels: for elements one by one, and
+    /// for 16 bytes at a time. Returns the one that ran.
+    ///
+    /// # Errors
+    /// A rejected argument, a compile error, a rejected launch.
+    pub fn launch(
+        self,
+        device: &Device,
+        views: &Views,
+        layout: ScaleLayout,
+        quantizes: bool,
+        names: [&'static str; 2],
+    ) -> Result<&'static str> {
+        let [rows, columns] = Self::extents(views, quantizes);
+        let scales = Scales::of_bytes(layout, rows, columns, self.group);
+        self.call(views, scales, quantizes)?.launch(device, names)
+    }
+
     /// Checks the tensors of a call: `x` is quantized to `codes` and `scales`, or these are decoded
     /// to `y`.
     ///

@@ -39,7 +39,8 @@ pub fn modules() -> Vec<Module> {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
-    launch(device, views, layout, true)
+    let names = ["quantize_mxfp4_scalar", "quantize_mxfp4_vector"];
+    FORMAT.launch(device, views, layout, true, names)
 }
 
 /// Decodes; returns the kernel that ran. Its tensors:
@@ -50,19 +51,6 @@ pub fn quantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&
 /// # Errors
 /// As [`quantize`].
 pub fn dequantize(device: &Device, views: &Views, layout: ScaleLayout) -> Result<&'static str> {
-    launch(device, views, layout, false)
-}
-
-fn launch(
-    device: &Device,
-    views: &Views,
-    layout: ScaleLayout,
-    quantizes: bool,
-) -> Result<&'static str> {
-    let [rows, columns] = GroupFormat::extents(views, quantizes);
-    let names = match quantizes {
-        true => ["quantize_mxfp4_scalar", "quantize_mxfp4_vector"],
-        false => ["dequantize_mxfp4_scalar", "dequantize_mxfp4_vector"],
-    };
-    FORMAT.call(views, scales(layout, rows, columns), quantizes)?.launch(device, names)
+    let names = ["dequantize_mxfp4_scalar", "dequantize_mxfp4_vector"];
+    FORMAT.launch(device, views, layout, false, names)
 }
