@@ -28,7 +28,7 @@ use dsv4_runtime::Device;
 
 use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{check_iterations, of_oracle as numbers_of_oracle};
-use crate::operators::streams::mhc_post::near_equal;
+use crate::operators::streams::site;
 
 /// The operators in sequence.
 pub struct MhcBlock;
@@ -205,10 +205,8 @@ impl Operator for MhcBlock {
             gradient("dattn_base", "attn_base", f32),
             gradient("dstreams", "streams", bf16),
         ];
-        let specs = Specs::new(c.data.seed, tensors)
-            .positive("norm_eps", c.norm_eps)
-            .positive("hc_eps", c.hc_eps);
-        specs.positive("logits", c.logits)
+        let specs = Specs::new(c.data.seed, tensors);
+        site::with_numbers(specs, c.norm_eps, c.hc_eps, c.logits)
     }
 
     fn check(c: &MhcBlockCase) -> Result<(), Refused> {
@@ -222,9 +220,9 @@ impl Operator for MhcBlock {
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcBlockCase> {
         let extents = matrix(profile.of([[8, 200], [20, 600], [100, 4096]]));
-        let iterations = prop_oneof![3 => Just(20usize), 1 => Just(1), 1 => 2..=10usize];
-        let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
-        let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
+        let iterations = site::iterations();
+        let eps = site::eps();
+        let near_equal = site::nearness();
         let logits = select(vec![0.5f32, 4.0, 20.0]);
         (extents, iterations, eps, logits, near_equal, Data::strategy(-4..=4))
             .prop_map(
@@ -277,9 +275,7 @@ impl Operator for MhcBlock {
     }
 
     fn amend(c: &MhcBlockCase, tensors: &mut Tensors) -> OracleResult<()> {
-        if c.near_equal {
-            tensors.edit("streams", |x| near_equal(x, c.hidden_size));
-        }
+        site::amend(c.near_equal, c.hidden_size, tensors);
         tensors.set_i32s(ROWS, &(0..c.num_tokens as i32).collect::<Vec<_>>());
         Ok(())
     }

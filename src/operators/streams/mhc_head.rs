@@ -10,7 +10,7 @@ use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{coefficients_bend_over, fitting, implementations};
-use crate::operators::streams::mhc_post::near_equal;
+use crate::operators::streams::site;
 
 /// The operator.
 pub struct MhcHead;
@@ -125,27 +125,26 @@ impl Operator for MhcHead {
         };
         let channels = axis("hidden_size", c.hidden_size).multiples(multiple, most);
         let (columns, groups) = (axis("num_columns", NUM_STREAMS), axis("num_groups", 1));
-        let deviation = (c.channels().max(1) as f64).sqrt().recip();
+        let [weights, scale, base] =
+            site::parameters([columns, streams, channels], groups, c.channels(), c.logits);
+        let [dfn, dscale, dbase] = site::gradients();
         let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
             rows(input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data)),
-            input("fn", DType::F32, &[columns, streams, channels])
-                .drawn(Distribution::Normal, deviation),
-            input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
-            input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
+            weights,
+            scale,
+            base,
             rows(output("out", DType::Bf16, &[tokens, channels])),
             output("mix", DType::F32, &[tokens, columns]),
             output("rstd", DType::F32, &[tokens]),
             upstream("dout", "out").drawn(c.data.distribution, 1.0),
             rows(gradient("dstreams", "streams", DType::Bf16)),
-            gradient("dfn", "fn", DType::F32),
-            gradient("dscale", "scale", DType::F32),
-            gradient("dbase", "base", DType::F32),
+            dfn,
+            dscale,
+            dbase,
         ];
-        let specs = Specs::new(c.data.seed, tensors)
-            .positive("norm_eps", c.norm_eps)
-            .positive("hc_eps", c.hc_eps);
-        specs.positive("logits", c.logits)
+        let specs = Specs::new(c.data.seed, tensors);
+        site::with_numbers(specs, c.norm_eps, c.hc_eps, c.logits)
     }
 
     fn cannot_run(c: &MhcHeadCase, environment: &Environment) -> Option<String> {
@@ -158,8 +157,8 @@ impl Operator for MhcHead {
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcHeadCase> {
         let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
-        let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
-        let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
+        let eps = site::eps();
+        let near_equal = site::nearness();
         let logits = select(vec![0.5f32, 4.0, 20.0]);
         (extents, eps, logits, near_equal, implementations(), Data::strategy(-8..=8))
             .prop_map(
@@ -243,9 +242,7 @@ impl Operator for MhcHead {
     }
 
     fn amend(c: &MhcHeadCase, tensors: &mut Tensors) -> OracleResult<()> {
-        if c.near_equal {
-            tensors.edit("streams", |x| near_equal(x, c.hidden_size));
-        }
+        site::amend(c.near_equal, c.hidden_size, tensors);
         Ok(())
     }
 

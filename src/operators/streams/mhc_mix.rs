@@ -10,7 +10,7 @@ use dsv4_runtime::Device;
 use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
-use crate::operators::streams::mhc_post::near_equal;
+use crate::operators::streams::site;
 
 /// The operator.
 pub struct MhcMix;
@@ -118,16 +118,17 @@ impl Operator for MhcMix {
             axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let matrix = [tokens, axis("source", NUM_STREAMS), axis("destination", NUM_STREAMS)];
-        let deviation = (c.channels().max(1) as f64).sqrt().recip();
+        let [weights, scale, base] =
+            site::parameters([columns, streams, channels], groups, c.channels(), c.logits);
+        let [dfn, dscale, dbase] = site::gradients();
         let of_tokens =
             input("streams", DType::Bf16, &[tokens, streams, channels]).drawn_as(c.data);
         let rows = |tensor: TensorSpec| if hopper { tensor.aligned_rows() } else { tensor.rows() };
         let tensors = [
             rows(of_tokens),
-            input("fn", DType::F32, &[columns, streams, channels])
-                .drawn(Distribution::Normal, deviation),
-            input("scale", DType::F32, &[groups]).drawn(Distribution::Normal, 1.0),
-            input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
+            weights,
+            scale,
+            base,
             output("pre", DType::F32, &[tokens, streams]),
             output("post", DType::F32, &[tokens, streams]),
             output("comb", DType::F32, &matrix),
@@ -137,14 +138,12 @@ impl Operator for MhcMix {
             upstream("dpost", "post"),
             upstream("dcomb", "comb"),
             rows(gradient("dstreams", "streams", DType::Bf16)),
-            gradient("dfn", "fn", DType::F32),
-            gradient("dscale", "scale", DType::F32),
-            gradient("dbase", "base", DType::F32),
+            dfn,
+            dscale,
+            dbase,
         ];
-        let specs = Specs::new(c.data.seed, tensors)
-            .positive("norm_eps", c.norm_eps)
-            .positive("hc_eps", c.hc_eps);
-        specs.positive("logits", c.logits)
+        let specs = Specs::new(c.data.seed, tensors);
+        site::with_numbers(specs, c.norm_eps, c.hc_eps, c.logits)
     }
 
     fn check(c: &MhcMixCase) -> Result<(), Refused> {
@@ -164,9 +163,9 @@ impl Operator for MhcMix {
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
         let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
-        let iterations = prop_oneof![3 => Just(20usize), 1 => Just(1), 1 => 2..=10usize];
-        let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
-        let near_equal = prop_oneof![2 => Just(false), 1 => Just(true)];
+        let iterations = site::iterations();
+        let eps = site::eps();
+        let near_equal = site::nearness();
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
         let data = (implementations(), Data::strategy(-8..=8));
         (extents, iterations, eps, logits, near_equal, data)
@@ -268,9 +267,7 @@ impl Operator for MhcMix {
     }
 
     fn amend(c: &MhcMixCase, tensors: &mut Tensors) -> OracleResult<()> {
-        if c.near_equal {
-            tensors.edit("streams", |x| near_equal(x, c.hidden_size));
-        }
+        site::amend(c.near_equal, c.hidden_size, tensors);
         Ok(())
     }
 

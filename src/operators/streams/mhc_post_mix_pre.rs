@@ -14,7 +14,7 @@ use crate::operators::streams::mhc_mix::{
     coefficients_bend_over, fastest_projection, fitting, implementations,
     of_oracle as numbers_of_oracle,
 };
-use crate::operators::streams::mhc_post::near_equal;
+use crate::operators::streams::site;
 
 /// The operator.
 pub struct MhcPostMixPre;
@@ -146,10 +146,11 @@ impl Operator for MhcPostMixPre {
             axis("hidden_size", c.hidden_size).multiples(multiple, i32::MAX as usize / NUM_STREAMS);
         let (columns, groups) = (axis("num_columns", NUM_COLUMNS), axis("num_groups", 3));
         let (gates, matrix) = ([tokens, destination], [tokens, source, destination]);
-        let deviation = (c.channels().max(1) as f64).sqrt().recip();
-        let normal = |name, axes: &[_], deviation| {
-            input(name, DType::F32, axes).drawn(Distribution::Normal, deviation)
-        };
+        let [weights, scale, base] =
+            site::parameters([columns, destination, channels], groups, c.channels(), c.logits);
+        let [dfn, dscale, dbase] = site::gradients();
+        let normal =
+            |name, axes: &[_]| input(name, DType::F32, axes).drawn(Distribution::Normal, 1.0);
         let [streams, y, out] = [
             input("streams", DType::Bf16, &[tokens, source, channels]).drawn_as(c.data),
             input("y", DType::Bf16, &[tokens, channels]).drawn_as(c.data),
@@ -160,11 +161,11 @@ impl Operator for MhcPostMixPre {
         let tensors = [
             streams,
             y,
-            normal("post", &gates, 1.0),
-            normal("comb", &matrix, 1.0),
-            normal("fn", &[columns, destination, channels], deviation),
-            normal("scale", &[groups], 1.0),
-            input("base", DType::F32, &[columns]).drawn(Distribution::Uniform, c.logits.into()),
+            normal("post", &gates),
+            normal("comb", &matrix),
+            weights,
+            scale,
+            base,
             out,
             output("next_pre", DType::F32, &gates),
             output("next_post", DType::F32, &gates),
@@ -181,14 +182,12 @@ impl Operator for MhcPostMixPre {
             gradient("dy", "y", DType::Bf16).rows(),
             gradient("dpost", "post", DType::F32),
             gradient("dcomb", "comb", DType::F32),
-            gradient("dfn", "fn", DType::F32),
-            gradient("dscale", "scale", DType::F32),
-            gradient("dbase", "base", DType::F32),
+            dfn,
+            dscale,
+            dbase,
         ];
-        let specs = Specs::new(c.data.seed, tensors)
-            .positive("norm_eps", c.norm_eps)
-            .positive("hc_eps", c.hc_eps);
-        specs.positive("logits", c.logits)
+        let specs = Specs::new(c.data.seed, tensors);
+        site::with_numbers(specs, c.norm_eps, c.hc_eps, c.logits)
     }
 
     fn check(c: &MhcPostMixPreCase) -> Result<(), Refused> {
@@ -213,15 +212,12 @@ impl Operator for MhcPostMixPre {
 
     fn strategy(profile: Profile) -> BoxedStrategy<MhcPostMixPreCase> {
         let extents = matrix(profile.of([[10, 300], [30, 1100], [200, 7168]]));
-        let iterations = prop_oneof![3 => Just(20usize), 1 => Just(1), 1 => 2..=10usize];
-        let eps = (select(vec![1e-6f32, 1e-2]), select(vec![1e-6f32, 1e-2]));
+        let iterations = site::iterations();
+        let eps = site::eps();
         let aliasing = prop_oneof![
             3 => Just(Aliasing::OutOfPlace), 1 => Just(Aliasing::InPlace), 1 => Just(Aliasing::Interleaved)
         ];
-        let choices = (
-            prop_oneof![3 => Just(false), 1 => Just(true)],
-            prop_oneof![2 => Just(false), 1 => Just(true)],
-        );
+        let choices = (prop_oneof![3 => Just(false), 1 => Just(true)], site::nearness());
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
         let data = (implementations(), Data::strategy(-8..=8));
         (extents, iterations, eps, logits, aliasing, choices, data)
@@ -326,9 +322,7 @@ impl Operator for MhcPostMixPre {
     }
 
     fn amend(c: &MhcPostMixPreCase, tensors: &mut Tensors) -> OracleResult<()> {
-        if c.near_equal {
-            tensors.edit("streams", |x| near_equal(x, c.hidden_size));
-        }
+        site::amend(c.near_equal, c.hidden_size, tensors);
         Ok(())
     }
 

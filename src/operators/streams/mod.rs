@@ -7,3 +7,4 @@ pub mod mhc_mix;
 pub mod mhc_post;
 pub mod mhc_post_mix_pre;
 pub mod mhc_pre;
+mod site;
