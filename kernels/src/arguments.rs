@@ -312,8 +312,8 @@ impl<'a> Signature<'a> {
     }
 
     /// The parameters of these tensors: a pointer for each. A tensor with rows also has the strides
-    /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`, or `x_stride`
-    /// after [`Argument::one_stride`]. An absent tensor is `nullptr` with strides of 0.
+    /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`, or
+    /// `x_stride` after [`Argument::one_stride`]. An absent tensor is `nullptr` with strides of 0.
     ///
     /// # Panics
     /// For a name that the signature does not have. That is a mistake in the launcher, which every

@@ -65,6 +65,7 @@ template <typename T>
 DEVICE void store_heads(bf16* target, int64_t head_stride, SharedAddress tile, int heads) {
     for (int i = threadIdx.x; i < heads * T::CHUNKS; i += THREADS) {
         const int head = i / T::CHUNKS, chunk = i % T::CHUNKS;
-        store_vec16_streaming(target + head * head_stride + chunk * 8, load_shared_vec16(tile + T::offset(head, chunk)));
+        store_vec16_streaming(target + head * head_stride + chunk * 8,
+                              load_shared_vec16(tile + T::offset(head, chunk)));
     }
 }

@@ -20,7 +20,8 @@ struct RunningSoftmax {
 // row to `partial`. masked(slot, z) is the logit z of a valid slot of the tile, otherwise -inf.
 // MAXIMUM decides what a NaN does to the maximum.
 template <float (&MAXIMUM)(float, float), int N8, typename Masked>
-DEVICE void mask_and_reduce(float (&s)[N8][4], const ScorePlace& place, float* partial, float scale_log2, Masked masked) {
+DEVICE void mask_and_reduce(float (&s)[N8][4], const ScorePlace& place, float* partial, float scale_log2,
+                            Masked masked) {
     const int t = lane_id() % 4;
     float largest[2] = {-INFINITY_F32, -INFINITY_F32};
     UNROLL
@@ -42,8 +43,8 @@ DEVICE void mask_and_reduce(float (&s)[N8][4], const ScorePlace& place, float* p
 // Adds the tile to the running softmax. The weights exp2(z - maximum) go to the tile of P, heads x
 // slots, in bf16 and to the sum in fp32. The factor for the earlier accumulators goes to `factor`.
 template <float (&MAXIMUM)(float, float), typename WeightTile, int N8>
-DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[N8][4], const ScorePlace& place, const float* partial,
-                           float* factor, SharedAddress p_tile) {
+DEVICE void update_softmax(RunningSoftmax& state, const float (&s)[N8][4], const ScorePlace& place,
+                           const float* partial, float* factor, SharedAddress p_tile) {
     const int t = lane_id() % 4;
     float shift[2];
     UNROLL

@@ -1,6 +1,6 @@
 // Shared memory of the indexer's kernels for sm_90a. A unit is what a block computes at a time: a
 // token, or a work tile of a few. The queries and weights of one are loaded while the one before
-// is computed. Tiles of keys come through a ring, those of all of a block's units one behind the
+// is computed. Tiles of keys come through a ring, those of all of a block's units one after the
 // other.
 #pragma once
 

@@ -101,7 +101,7 @@ fn numbers(quantizes: bool) -> &'static str {
 }
 
 impl GroupCall<'_> {
-    /// Adds parameters behind those of every format.
+    /// Adds parameters after those of every format.
     ///
     /// # Errors
     /// Those of `more`.
