@@ -1,7 +1,7 @@
 //! What runs the kernels of a case: a [`Device`] of ours, or an external process
 //! ([`crate::external`]).
 
-use dsv4_runtime::{BackendKind, Contract, Device, Environment, RuntimeError};
+use dsv4_runtime::{Contract, Device, Environment, RuntimeError};
 
 use crate::case::Case;
 use crate::judge::turns;
@@ -144,12 +144,6 @@ pub trait Runner {
     /// Whether later runs look for races; see [`dsv4_runtime::backend::Backend::watch_races`].
     fn watch_races(&self, _watch: bool) {}
 
-    /// Whether a run differs from another one in nothing that was not set: no timing, no other
-    /// work beside it.
-    fn runs_alike(&self) -> bool {
-        false
-    }
-
     /// Why this check cannot be made here; `None` where it can.
     fn blind_to(&self, _check: &Check) -> Option<&'static str> {
         None
@@ -216,9 +210,5 @@ impl Runner for Device {
 
     fn watch_races(&self, watch: bool) {
         self.backend().watch_races(watch);
-    }
-
-    fn runs_alike(&self) -> bool {
-        self.environment().backend == BackendKind::Emulator
     }
 }
