@@ -13,7 +13,7 @@
 //! - [`record`]: the record of one case, and the journal of a run;
 //! - [`sweep`]: many cases, saved failing cases, and many workers that may be killed;
 //! - [`mutants`]: planted mutants, generated mutants, and which checks see them;
-//! - [`model`]: whole models: random checkpoints;
+//! - [`model`]: whole models: random checkpoints, and the oracle of a model on a device;
 //! - [`change`]: what a commit must run of all that;
 //! - [`report`]: the pages of one run, the comparison of two runs, and the history of many;
 //! - [`bisect`]: which commit made a kernel wrong, imprecise, slow or non-deterministic;

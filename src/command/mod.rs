@@ -14,6 +14,7 @@ mod completions;
 mod diff;
 mod doctor;
 mod external;
+mod generate;
 mod golden;
 mod history;
 mod man;
@@ -290,6 +291,8 @@ pub enum Command {
     /// It has the official names, shards and formats, hashed and learned routers, and an MTP
     /// module. The same seed gives the same bytes.
     Checkpoint(Box<checkpoint::CheckpointArguments>),
+    /// Generate tokens from a checkpoint
+    Generate(Box<generate::GenerateArguments>),
     /// Report which backends work here, and why others do not
     Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
@@ -318,7 +321,8 @@ impl Command {
             | Self::History(_)
             | Self::Report(_)
             | Self::Ops(_)
-            | Self::Checkpoint(_) => {
+            | Self::Checkpoint(_)
+            | Self::Generate(_) => {
                 return None;
             }
             Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => {
@@ -350,6 +354,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Beside(arguments) => beside::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
         Command::Checkpoint(arguments) => checkpoint::execute(&arguments),
+        Command::Generate(arguments) => generate::execute(&arguments),
         Command::Doctor(arguments) => doctor::execute(&arguments),
         Command::Compile(arguments) => compile::execute(&arguments),
         Command::Completions(arguments) => completions::execute(&arguments),

@@ -27,6 +27,7 @@ mod hostile;
 mod kill_matrix;
 mod launchers;
 mod layouts;
+mod model;
 mod mutants;
 mod output;
 mod paths;

@@ -1,0 +1,147 @@
+//! What a step computes: new tokens of several sequences, packed, and where their rows and entries
+//! are (inference 6.2, 8, 13).
+
+use crate::cache::cache_layout::{LayerKind, WINDOW};
+use crate::cache::cache_manager::{CacheError, CacheManager, SequenceId};
+
+/// New entries of the layers of one kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Entries {
+    /// The first row of each sequence's new entries, and the end.
+    pub cu_entries: Vec<i32>,
+    /// The slot of each new entry in the pages.
+    pub slots: Vec<i32>,
+}
+
+/// A step on the host. Lists have a row for each token.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Batch {
+    pub token_ids: Vec<i32>,
+    pub positions: Vec<i32>,
+    /// The first token of each sequence, and the end.
+    pub cu_seqlens: Vec<i32>,
+    pub first_positions: Vec<i32>,
+    /// The state of each sequence.
+    pub states: Vec<i32>,
+    /// Where each token's row of the window is written.
+    pub window: Vec<i32>,
+    /// The rows of the window that each token sees, [`WINDOW`] of them.
+    pub window_indices: Vec<i32>,
+    pub csa: Entries,
+    pub hca: Entries,
+    /// Pages of each token's sequence, padded with -1.
+    pub block_table: Vec<i32>,
+    pub table_pages: usize,
+    /// How many entries of 4 tokens each token sees.
+    pub csa_lengths: Vec<i32>,
+    /// Slots of the entries of 128 tokens that each token sees, padded with -1.
+    pub hca_indices: Vec<i32>,
+    pub hca_width: usize,
+}
+
+impl Batch {
+    /// Appends the tokens to their sequences. A rejected call changes nothing.
+    ///
+    /// # Errors
+    /// A sequence that is not running or occurs twice, no tokens, too few pages.
+    pub fn new(
+        manager: &mut CacheManager,
+        parts: &[(SequenceId, &[u32])],
+    ) -> Result<Self, CacheError> {
+        check(manager, parts)?;
+        let mut batch = Self { cu_seqlens: vec![0], ..Self::default() };
+        batch.csa.cu_entries.push(0);
+        batch.hca.cu_entries.push(0);
+        for &(id, tokens) in parts {
+            batch.append(manager, id, tokens)?;
+        }
+        batch.read(manager, parts)?;
+        Ok(batch)
+    }
+
+    pub fn num_tokens(&self) -> usize {
+        self.positions.len()
+    }
+
+    pub fn num_sequences(&self) -> usize {
+        self.states.len()
+    }
+
+    pub fn entries(&self, kind: LayerKind) -> &Entries {
+        if kind == LayerKind::Hca { &self.hca } else { &self.csa }
+    }
+
+    fn append(
+        &mut self,
+        manager: &mut CacheManager,
+        id: SequenceId,
+        tokens: &[u32],
+    ) -> Result<(), CacheError> {
+        self.first_positions.push(manager.num_tokens(id)? as i32);
+        let mapping = manager.step(id, tokens, 0)?;
+        self.states.push(id.slot() as i32);
+        self.token_ids.extend(tokens.iter().map(|&token| token as i32));
+        self.positions.extend(mapping.positions.map(|position| position as i32));
+        self.cu_seqlens.push(self.positions.len() as i32);
+        self.window.extend(mapping.window);
+        for (entries, slots) in [(&mut self.csa, mapping.csa), (&mut self.hca, mapping.hca)] {
+            entries.slots.extend(slots.into_iter().filter(|&slot| slot >= 0));
+            entries.cu_entries.push(entries.slots.len() as i32);
+        }
+        Ok(())
+    }
+
+    /// The lists of what each token reads, when all pages are known.
+    fn read(
+        &mut self,
+        manager: &CacheManager,
+        parts: &[(SequenceId, &[u32])],
+    ) -> Result<(), CacheError> {
+        let tables: Vec<Vec<i32>> =
+            parts.iter().map(|&(id, _)| manager.block_table(id)).collect::<Result<_, _>>()?;
+        self.table_pages = tables.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let (mut at, mut seen) = (0, Vec::new());
+        for (&(id, tokens), table) in parts.iter().zip(&tables) {
+            for &position in &self.positions[at..at + tokens.len()] {
+                let position = position as usize;
+                let window = manager.window_slots(id, position)?;
+                debug_assert_eq!(window.len(), WINDOW);
+                self.window_indices.extend(window);
+                self.block_table.extend(table);
+                self.block_table
+                    .resize(self.block_table.len() + self.table_pages - table.len(), -1);
+                let ratio = LayerKind::Csa.ratio().unwrap_or(1);
+                self.csa_lengths.push(((position + 1) / ratio) as i32);
+                seen.push(manager.entry_slots(id, LayerKind::Hca, position)?);
+            }
+            at += tokens.len();
+        }
+        self.hca_width = seen.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        for mut slots in seen {
+            slots.resize(self.hca_width, -1);
+            self.hca_indices.extend(slots);
+        }
+        Ok(())
+    }
+}
+
+/// Everything that a step may refuse, before any sequence has changed.
+fn check(manager: &CacheManager, parts: &[(SequenceId, &[u32])]) -> Result<(), CacheError> {
+    let mut needed = 0;
+    for (at, &(id, tokens)) in parts.iter().enumerate() {
+        let length = manager.num_tokens(id)?;
+        if tokens.is_empty() {
+            return Err(CacheError::NoTokens);
+        }
+        if parts[..at].iter().any(|&(other, _)| other == id) {
+            return Err(CacheError::UnknownSequence(id));
+        }
+        let wanted = (length + tokens.len()).div_ceil(crate::cache::cache_layout::TOKENS_PER_PAGE);
+        needed += wanted.saturating_sub(manager.block_table(id)?.len());
+    }
+    let available = manager.available_pages();
+    if needed > available {
+        return Err(CacheError::OutOfPages { needed, available });
+    }
+    Ok(())
+}

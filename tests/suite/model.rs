@@ -1,0 +1,374 @@
+//! A whole model on a device: the laws of its cache, and the two commands.
+//!
+//! Kernels choose tiles and parts by the number of tokens of a step. Bits are compared where the
+//! same kernels run: steps of five tokens or more, and attention divided alike for each token.
+
+use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
+use dsv4_kernels::cache::cache_manager::{CacheError, SequenceId};
+use dsv4_kernels::implementation::Implementation;
+use dsv4_kernels::model::checkpoint::Checkpoint;
+use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, ModelError, Sampling};
+use dsv4_kernels::model::weights::Weights;
+use dsv4_parity::model::random::{self, Sizes};
+use dsv4_parity::model::reference::{self, Choice};
+use dsv4_reference::model as oracle;
+use dsv4_reference::{Precision, Rounding};
+use statrs::distribution::{ContinuousCDF as _, StudentsT};
+
+use crate::command_line::Parity;
+use crate::extent::left_out;
+use crate::support::device;
+
+/// Rooms whose changes run the long tests of this file.
+const MODEL: [&str; 2] = ["kernels/", "reference/src/model.rs"];
+
+const VOCAB_SIZE: usize = 64;
+
+fn sizes(layers: &[LayerKind]) -> Sizes {
+    Sizes {
+        layers: layers.to_vec(),
+        hidden_size: 128,
+        vocab_size: VOCAB_SIZE,
+        num_experts: 3,
+        topk: 2,
+        num_hash_layers: 1,
+        num_mtp_layers: 0,
+    }
+}
+
+/// A random model of these layers whose attention divides each token alike.
+fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
+    let (config, folder) = (sizes(layers).config(), tempfile::tempdir().expect("a folder"));
+    random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+    let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: true };
+    Model::new(device(), &config, weights, limits, kernels).expect("a model")
+}
+
+const LIMITS: Limits = Limits { num_pages: 3, num_sequences: 2, step_tokens: 32 };
+
+fn text(seed: u32, count: usize) -> Vec<u32> {
+    let mixed = |at: u32| (at + 1000 * seed).wrapping_mul(2_654_435_761) >> 7;
+    (0..count as u32).map(|at| mixed(at) % VOCAB_SIZE as u32).collect()
+}
+
+/// The logits after each token of a text, a step for each of these numbers of tokens.
+fn logits_in(
+    model: &mut Model<'_>,
+    sequence: SequenceId,
+    text: &[u32],
+    steps: &[usize],
+) -> Vec<Vec<f32>> {
+    let (mut rest, mut all) = (text, Vec::new());
+    for &count in steps {
+        let (tokens, after) = rest.split_at(count);
+        rest = after;
+        all.extend(model.logits(&[Chunk { sequence, tokens }]).expect("logits").remove(0));
+    }
+    assert!(rest.is_empty());
+    all
+}
+
+/// The same of a sequence that starts and ends here.
+fn logits(model: &mut Model<'_>, text: &[u32], steps: &[usize]) -> Vec<Vec<f32>> {
+    let sequence = model.admit().expect("a sequence");
+    let all = logits_in(model, sequence, text, steps);
+    model.release(sequence).expect("released");
+    all
+}
+
+/// The first token whose logits differ.
+fn first_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> Option<usize> {
+    assert_eq!(a.len(), b.len());
+    assert!(a.iter().flatten().all(|logit| logit.is_finite()));
+    a.iter().zip(b).position(|(a, b)| a != b)
+}
+
+#[test]
+fn chunks_of_a_prompt_and_a_reused_slot_change_no_bit() {
+    let mut model = model(&[Window, Csa, Hca, Csa], LIMITS);
+    let text = text(1, 20);
+    let whole = logits(&mut model, &text, &[20]);
+    for steps in [&[7, 13][..], &[13, 7], &[20]] {
+        assert_eq!(first_difference(&whole, &logits(&mut model, &text, steps)), None, "{steps:?}");
+    }
+    // The comparison sees a change of one token, at that token and not before.
+    let mut other = text.clone();
+    other[9] = (other[9] + 1) % VOCAB_SIZE as u32;
+    assert_eq!(first_difference(&whole, &logits(&mut model, &other, &[20])), Some(9));
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_its_neighbour_or_its_slot() {
+    if left_out(&MODEL) {
+        return;
+    }
+    let mut model = model(&[Window, Csa, Hca, Csa], LIMITS);
+    let (own, other) = (text(1, 20), text(2, 14));
+    let alone = logits(&mut model, &own, &[7, 13]);
+    // The neighbour takes the first slot, and the lengths differ in every step.
+    let [neighbour, sequence] = [0; 2].map(|_| model.admit().expect("a sequence"));
+    let mut found = Vec::new();
+    for (own, other) in [(&own[..7], &other[..5]), (&own[7..], &other[5..])] {
+        let chunks =
+            [Chunk { sequence: neighbour, tokens: other }, Chunk { sequence, tokens: own }];
+        found.extend(model.logits(&chunks).expect("logits").remove(1));
+    }
+    assert_eq!(first_difference(&alone, &found), None);
+}
+
+/// One layer, so that steps of two tokens, whose streams are mixed by other kernels, reach the
+/// cache with the same bits.
+#[test]
+fn prefill_and_then_pairs_of_tokens_equal_prefill_of_the_whole() {
+    if left_out(&MODEL) {
+        return;
+    }
+    let mut model = model(&[Csa], LIMITS);
+    let text = text(3, 18);
+    let whole = logits(&mut model, &text, &[18]);
+    for first in [6, 9] {
+        let mut steps = vec![first];
+        while steps.iter().sum::<usize>() < text.len() {
+            steps.push(2.min(text.len() - steps.iter().sum::<usize>()));
+        }
+        if steps.last() == Some(&1) {
+            steps.pop();
+            *steps.last_mut().expect("one") += 1;
+        }
+        assert_eq!(first_difference(&whole, &logits(&mut model, &text, &steps)), None, "{steps:?}");
+    }
+}
+
+#[test]
+fn entries_of_128_tokens_and_the_end_of_the_window_cross_chunks() {
+    if left_out(&MODEL) {
+        return;
+    }
+    let limits = Limits { step_tokens: 127, ..LIMITS };
+    let mut model = model(&[Hca], limits);
+    let text = text(4, 136);
+    // The first entry is completed by token 127, and token 128 leaves the window.
+    let whole = logits(&mut model, &text, &[136]);
+    let parted = logits(&mut model, &text, &[60, 64, 12]);
+    assert_eq!(first_difference(&whole, &parted), None);
+}
+
+#[test]
+fn a_rejected_call_names_the_reason_and_changes_nothing() {
+    let limits = Limits { num_pages: 1, num_sequences: 1, step_tokens: 32 };
+    let mut model = model(&[Window, Csa], limits);
+    let text = text(5, 12);
+    let expected = logits(&mut model, &text, &[6, 6]);
+    let sequence = model.admit().expect("a sequence");
+    let first = logits_in(&mut model, sequence, &text[..6], &[6]);
+    assert!(matches!(model.admit(), Err(ModelError::Cache(CacheError::OutOfSequences(1)))));
+    let long = vec![1; 130];
+    let rejected: [(&[u32], &str); 3] = [
+        (&[], "there are no tokens"),
+        (&[3, 64], "token 64 of a sequence: the vocabulary has 64"),
+        (&long, "1 more pages are needed, and 0 can be had"),
+    ];
+    for (tokens, said) in rejected {
+        let error = model.logits(&[Chunk { sequence, tokens }]).expect_err(said).to_string();
+        assert_eq!(error, said);
+    }
+    let twice = [Chunk { sequence, tokens: &[1] }; 2];
+    assert!(matches!(
+        model.sample(&twice, &[Sampling::GREEDY; 2]),
+        Err(ModelError::Cache(CacheError::UnknownSequence(_)))
+    ));
+    assert_eq!(model.num_tokens(sequence).expect("tokens"), 6);
+    let rest = logits_in(&mut model, sequence, &text[6..], &[6]);
+    assert_eq!(first_difference(&expected, &[first, rest].concat()), None);
+}
+
+#[test]
+fn a_sample_depends_on_its_seed_and_its_position_only() {
+    let mut model = model(&[Window], LIMITS);
+    let text = text(6, 8);
+    let drawn = |model: &mut Model<'_>, seeds: &[u64]| -> Vec<u32> {
+        let sequences: Vec<_> = seeds.iter().map(|_| model.admit().expect("a sequence")).collect();
+        let of = |&sequence| Chunk { sequence, tokens: &text };
+        let chunks: Vec<_> = sequences.iter().map(of).collect();
+        let of = |&seed| Sampling { temperature: 4.0, top_p: 1.0, seed };
+        let sampling: Vec<_> = seeds.iter().map(of).collect();
+        let tokens = model.sample(&chunks, &sampling).expect("tokens");
+        sequences.into_iter().for_each(|sequence| model.release(sequence).expect("released"));
+        tokens
+    };
+    let alone: Vec<u32> = (0..8).flat_map(|seed| drawn(&mut model, &[seed])).collect();
+    let pairs: Vec<u32> =
+        (0..8).step_by(2).flat_map(|seed| drawn(&mut model, &[seed + 1, seed])).collect();
+    let exchanged: Vec<u32> = pairs.chunks(2).flat_map(|pair| [pair[1], pair[0]]).collect();
+    assert_eq!(alone, exchanged);
+    assert!(alone.iter().any(|token| *token != alone[0]), "{alone:?}");
+    // Without temperature it is the largest logit.
+    let all = logits(&mut model, &text, &[8]);
+    let last = all.last().expect("logits");
+    let largest = (0..VOCAB_SIZE).max_by(|&a, &b| last[a].total_cmp(&last[b])).expect("one");
+    let sequence = model.admit().expect("a sequence");
+    let chunk = Chunk { sequence, tokens: &text };
+    let greedy = model.sample(&[chunk], &[Sampling::GREEDY]).expect("a token");
+    assert_eq!(greedy, [largest as u32]);
+}
+
+#[test]
+fn limits_that_no_model_has_are_refused_by_name() {
+    let config = sizes(&[Window]).config();
+    let folder = tempfile::tempdir().expect("a folder");
+    random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    for (limits, said) in [
+        (Limits { step_tokens: 0, ..LIMITS }, "`step_tokens` is 0: it must be 1 to 127"),
+        (Limits { step_tokens: 128, ..LIMITS }, "`step_tokens` is 128"),
+        (Limits { num_pages: 0, ..LIMITS }, "`num_pages` is 0"),
+        (Limits { num_sequences: 0, ..LIMITS }, "`num_sequences` is 0"),
+    ] {
+        let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+        let kernels = Kernels { implementation: Implementation::Auto, batch_invariant: false };
+        let made = Model::new(device(), &config, weights, limits, kernels);
+        let error = made.err().expect(said).to_string();
+        assert!(error.starts_with(said), "{error}");
+    }
+}
+
+#[test]
+fn the_commands_write_a_model_and_generate_the_same_tokens_twice() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("tiny").display().to_string();
+    let sizes = ["--hidden", "128", "--vocab", "64", "--experts", "3"];
+    let write = ["checkpoint", "--layers", "window,csa,hca", "--out", &out];
+    let written = Parity::new(&[&write[..], &sizes].concat()).run();
+    assert_eq!(written.code, Some(0), "{}", written.stderr);
+    let generate = |more: &[&str]| {
+        let command =
+            ["generate", "--model", &out, "--prompt-tokens", "1,2,3", "--max-tokens", "3"];
+        Parity::new(&[&command[..], &["--backend", "emulator", "-q"], more].concat()).run()
+    };
+    let [first, again] = [generate(&["--ignore-eos"]), generate(&["--ignore-eos"])];
+    assert_eq!(first.code, Some(0), "{}", first.stderr);
+    assert_eq!(first.stdout, again.stdout);
+    let tokens: Vec<u32> =
+        first.stdout.trim().split(',').map(|id| id.parse().expect("an id")).collect();
+    assert!(tokens.len() == 3 && tokens.iter().all(|&token| token < 64), "{tokens:?}");
+    // Greedy tokens of the oracle may differ where two logits are close.
+    let compared = generate(&["--ignore-eos", "--reference"]);
+    assert_eq!(compared.code, Some(0), "{}", compared.stderr);
+    let (same, line) = compared.stdout.trim().split_once('\n').expect("two lines");
+    assert_eq!(same, first.stdout.trim());
+    assert!(line.starts_with("the oracle samples"), "{line}");
+    for (more, said) in [
+        (&["--chunk", "200"][..], "`step_tokens` is 200"),
+        (&["--temperature", "NaN"], "--temperature is NaN"),
+    ] {
+        let output = generate(more);
+        assert_eq!(output.code, Some(2), "{}", output.stdout);
+        assert!(output.stderr.contains(said), "{}", output.stderr);
+    }
+}
+
+/// A tensor of f64 on the CPU.
+fn tensor(shape: &[usize], values: Vec<f64>) -> candle_core::Tensor {
+    candle_core::Tensor::from_vec(values, shape, &candle_core::Device::Cpu).expect("a tensor")
+}
+
+/// The root of the mean square of a difference.
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let squares: f64 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
+    (squares / a.len() as f64).sqrt()
+}
+
+/// A bound that a further one of such numbers exceeds once in a million times.
+fn beyond_one_more(numbers: &[f64]) -> f64 {
+    let count = numbers.len() as f64;
+    let mean = numbers.iter().sum::<f64>() / count;
+    let squares: f64 = numbers.iter().map(|number| (number - mean) * (number - mean)).sum();
+    let deviation = (squares / (count - 1.0)).sqrt();
+    let student = StudentsT::new(0.0, 1.0, count - 1.0).expect("a distribution");
+    mean + student.inverse_cdf(1.0 - 1e-6) * deviation * (1.0 + count.recip()).sqrt()
+}
+
+/// Each layer kind alone, and two layers, against the composition of all oracles. The kernels are one more run
+/// whose roundings nobody knows: they may be no farther from the exact logits than one more of the
+/// oracle's working runs would be.
+#[test]
+fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
+    if left_out(&MODEL) {
+        return;
+    }
+    const RUNS: u64 = 16;
+    // Texts in which no rounding changes the choice of an expert: a choice that falls the other way
+    // moves a run by more than all roundings.
+    let cases: [(&[LayerKind], usize, u32); 4] =
+        [(&[Window], 12, 7), (&[Csa], 18, 7), (&[Hca], 132, 7), (&[Window, Csa], 10, 14)];
+    for (layers, tokens, seed) in cases {
+        let (config, folder) = (sizes(layers).config(), tempfile::tempdir().expect("a folder"));
+        random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
+        let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+        let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+        let oracle = reference::oracle(device(), &config, &weights, tokens).expect("an oracle");
+        let text = text(seed, tokens);
+        let ids = tensor(&[tokens], text.iter().map(|&id| f64::from(id)).collect());
+        let run = |oracle: &oracle::Model, precision| -> Vec<f64> {
+            let logits = oracle.logits(&ids, &mut Rounding::new(precision)).expect("logits");
+            logits.flatten_all().and_then(|all| all.to_vec1()).expect("values")
+        };
+        let exact = run(&oracle, Precision::Exact);
+        let working = (0..RUNS).map(|seed| run(&oracle, Precision::Working { seed }));
+        let distances: Vec<f64> = working.map(|run| distance(&run, &exact)).collect();
+        let allowed = beyond_one_more(&distances);
+        let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: false };
+        let made = Model::new(device(), &config, weights, LIMITS, kernels);
+        let mut model = made.expect("a model");
+        let steps = [tokens.min(20), tokens - tokens.min(20)];
+        let steps: Vec<usize> = steps.into_iter().filter(|&count| count > 0).collect();
+        let found: Vec<f64> =
+            logits(&mut model, &text, &steps).concat().into_iter().map(f64::from).collect();
+        let own = distance(&found, &exact);
+        println!("{layers:?}: kernels {own}, allowed {allowed}, working runs {distances:?}");
+        assert!(own <= allowed, "{layers:?}: {own} from the exact logits, allowed {allowed}");
+        // A wrong number is seen.
+        let changes: [fn(&mut oracle::Model); 3] = [
+            |model| std::mem::swap(&mut model.main, &mut model.compress),
+            |model| model.numbers.route_scale = 1.0,
+            |model| model.numbers.window = 4,
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut wrong = oracle.clone();
+            change(&mut wrong);
+            let away = distance(&found, &run(&wrong, Precision::Exact));
+            assert!(away > allowed, "{layers:?}, change {number}: {away} within {allowed}");
+        }
+    }
+}
+
+/// What the oracle samples after the same tokens, and how far another token is behind.
+#[test]
+fn the_oracle_samples_its_own_tokens_and_reports_how_far_others_are_behind() {
+    let (config, folder) = (sizes(&[Window]).config(), tempfile::tempdir().expect("a folder"));
+    random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+    let oracle = reference::oracle(device(), &config, &weights, 12).expect("an oracle");
+    let prompt = text(9, 6);
+    for sampling in [Sampling::GREEDY, Sampling { temperature: 3.0, top_p: 1.0, seed: 5 }] {
+        let choices = |generated: &[u32]| -> Vec<Choice> {
+            reference::choices(&oracle, &prompt, generated, sampling).expect("choices")
+        };
+        let mut own: Vec<u32> = Vec::new();
+        for _ in 0..4 {
+            let next = choices(&[&own[..], &[0]].concat());
+            own.push(next.last().and_then(|choice| choice.reference).expect("a token"));
+        }
+        assert!(choices(&own).iter().all(|choice| choice.margin == 0.0), "{sampling:?}");
+        let mut other = own.clone();
+        other[2] = (other[2] + 1) % VOCAB_SIZE as u32;
+        let found = choices(&other);
+        let same = |at: usize| found[at].reference == Some(own[at]) && found[at].margin == 0.0;
+        assert!(same(0) && same(1) && found[2].reference == Some(own[2]), "{found:?}");
+        assert!(found[2].margin > 0.0, "{found:?}");
+    }
+    assert_eq!(reference::choices(&oracle, &prompt, &[], Sampling::GREEDY).expect("none"), []);
+}
