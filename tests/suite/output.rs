@@ -7,6 +7,8 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use dsv4_kernels::cache::cache_layout::LayerKind;
+use dsv4_parity::model::random::{self, Sizes};
 use dsv4_parity::mutants::planted;
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::{OperatorRecord, Report, Verdict};
@@ -45,6 +47,17 @@ impl Scene {
             .output()
             .expect("it runs");
         assert!(swept.status.success(), "{}", text(&swept.stderr));
+        let sizes = Sizes {
+            layers: vec![LayerKind::Window],
+            hidden_size: 128,
+            vocab_size: 8,
+            num_experts: 1,
+            topk: 1,
+            num_hash_layers: 0,
+            num_mtp_layers: 0,
+        };
+        let tiny = scene.dir.path().join("tiny");
+        random::write(&tiny, &sizes.config(), 1, &|_, _| {}).expect("a checkpoint");
         for arguments in [
             &["init", "--quiet", "repository"][..],
             &[
@@ -122,7 +135,10 @@ impl Scene {
             ("run", Self::sweep("again", &[])),
             ("external", external.into_iter().map(str::to_owned).collect()),
         ];
-        let rest: [(&str, Vec<&str>); 17] = [
+        let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
+        let rest: [(&str, Vec<&str>); 19] = [
+            ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
+            ("generate", [&generate[..], &["--backend", &backend]].concat()),
             ("beside", vec!["beside", "pairs.toml", "ours.jsonl", "theirs.jsonl"]),
             ("merge", vec!["merge", "head", "--out", "merged", "--regressions", "regressions"]),
             ("diff", vec!["diff", "head", "head"]),
