@@ -47,7 +47,7 @@ def _function(function):
     for argument in function.given:
         absent = "" if argument["required"] else " | None = None"
         lines.append(f"    {argument['name']}: Tensor{absent},")
-    lines += ["    *,", *map(_option, function.options), "    out: Any = None,"]
+    lines += ["    *,", *map(_option, function.options), f"    {function.out}: Any = None,"]
     lines.append(f") -> {result}:")
     text = _functions.documentation(function).replace("\n", "\n    ").replace("    \n", "\n")
     lines += [f'    """{text}\n    """', "    ..."]

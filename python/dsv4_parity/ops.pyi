@@ -114,7 +114,6 @@ def mhc_mix_backward(
     dcomb: Tensor,
     *,
     hc_eps: float = 1e-06,
-    norm_eps: float = 1e-06,
     sinkhorn_iters: int = 20,
     out: Any = None,
 ) -> MhcMixBackwardResult:
@@ -133,7 +132,6 @@ def mhc_mix_backward(
         dpost: [num_tokens, num_streams] f32, the gradient of `post`.
         dcomb: [num_tokens, source, destination] f32, the gradient of `comb`.
         hc_eps: a number; the model's is 1e-06.
-        norm_eps: a number; the model's is 1e-06.
         sinkhorn_iters: a number; the model's is 20.
         out: Results to write, as this returns them.
 
@@ -191,8 +189,6 @@ def mhc_pre_backward(
     rstd: Tensor | None = None,
     dy: Tensor | None = None,
     *,
-    eps: float = 1e-06,
-    saves_rstd: bool = True,
     out: Any = None,
 ) -> MhcPreBackwardResult:
     """Gradients of `mhc_pre`: H = pre · streams: what a sublayer reads of the residual streams, with or without the RMSNorm of it.
@@ -206,8 +202,6 @@ def mhc_pre_backward(
         weight: [hidden_size] f32; may be absent.
         rstd: [num_tokens] f32, as the forward wrote it; may be absent.
         dy: [num_tokens, hidden_size] bf16 or f32, the gradient of `y`; may be absent.
-        eps: a number; the model's is 1e-06.
-        saves_rstd: one of True, False; the model's is True.
         out: Results to write, as this returns them.
 
     Returns:
@@ -357,10 +351,8 @@ def mhc_post_mix_pre_backward(
     dnext_comb: Tensor,
     *,
     hc_eps: float = 1e-06,
-    norm_eps: float = 1e-06,
-    separate: bool | None = None,
     sinkhorn_iters: int = 20,
-    out: Any = None,
+    out_: Any = None,
 ) -> MhcPostMixPreBackwardResult:
     """Gradients of `mhc_post_mix_pre`: The residual streams behind a sublayer, and of them the next site's coefficients and h = pre · streams.
 
@@ -383,10 +375,8 @@ def mhc_post_mix_pre_backward(
         dnext_post: [num_tokens, destination] f32, the gradient of `next_post`.
         dnext_comb: [num_tokens, source, destination] f32, the gradient of `next_comb`.
         hc_eps: a number; the model's is 1e-06.
-        norm_eps: a number; the model's is 1e-06.
-        separate: one of False, True.
         sinkhorn_iters: a number; the model's is 20.
-        out: Results to write, as this returns them.
+        out_: Results to write, as this returns them.
 
     Returns:
         dout_total: [num_tokens, destination, hidden_size] bf16, the gradient of `out`.
@@ -537,7 +527,6 @@ def mhc_block_backward(
     dout: Tensor,
     *,
     hc_eps: float = 1e-06,
-    norm_eps: float = 1e-06,
     sinkhorn_iters: int = 20,
     out: Any = None,
 ) -> MhcBlockBackwardResult:
@@ -574,7 +563,6 @@ def mhc_block_backward(
         ffn_y: [num_tokens, hidden_size] bf16, as the forward wrote it.
         dout: [num_tokens, destination, hidden_size] bf16, the gradient of `out`.
         hc_eps: a number; the model's is 1e-06.
-        norm_eps: a number; the model's is 1e-06.
         sinkhorn_iters: a number; the model's is 20.
         out: Results to write, as this returns them.
 
@@ -651,7 +639,6 @@ def mhc_head_backward(
     dout: Tensor,
     *,
     hc_eps: float = 1e-06,
-    norm_eps: float = 1e-06,
     out: Any = None,
 ) -> MhcHeadBackwardResult:
     """Gradients of `mhc_head`: Out = sigmoid(projection) · streams: the residual streams collapsed in front of the final norm.
@@ -667,7 +654,6 @@ def mhc_head_backward(
         rstd: [num_tokens] f32, as the forward wrote it.
         dout: [num_tokens, hidden_size] bf16, the gradient of `out`.
         hc_eps: a number; the model's is 1e-06.
-        norm_eps: a number; the model's is 1e-06.
         out: Results to write, as this returns them.
 
     Returns:
@@ -717,8 +703,6 @@ def rms_norm_backward(
     dy: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-06,
-    saves_rstd: bool = True,
     out: Any = None,
 ) -> RmsNormBackwardResult:
     """Gradients of `rms_norm`: Y = weight · x / sqrt(mean(x²) + eps), row by row, weighted or not.
@@ -730,8 +714,6 @@ def rms_norm_backward(
         rstd: [num_rows] f32, as the forward wrote it.
         dy: [num_rows, width] bf16 or f32, the gradient of `y`.
         weight: [width] bf16 or f32; may be absent.
-        eps: a number; the model's is 1e-06.
-        saves_rstd: one of True, False; the model's is True.
         out: Results to write, as this returns them.
 
     Returns:
@@ -984,7 +966,6 @@ def linear(
     group: int | None = None,
     layout: Literal['plain', 'mn_major', 'blocked'] = 'plain',
     output: Literal['bf16', 'f32'] = 'bf16',
-    weight_gradient: Literal['f32', 'bf16'] = 'f32',
     weights: Literal['bf16', 'fp8', 'mxfp4', 'nvfp4'] | None = None,
     out: Any = None,
 ) -> Tensor:
@@ -1003,7 +984,6 @@ def linear(
         group: a number.
         layout: one of plain, mn_major, blocked; the model's is plain.
         output: one of bf16, f32; the model's is bf16.
-        weight_gradient: one of f32, bf16; the model's is f32.
         weights: one of bf16, fp8, mxfp4, nvfp4.
         out: Results to write, as this returns them.
 
@@ -1022,11 +1002,7 @@ def linear_backward(
     dy: Tensor,
     dw_before: Tensor | None = None,
     *,
-    group: int | None = None,
-    layout: Literal['plain', 'mn_major', 'blocked'] = 'plain',
-    output: Literal['bf16', 'f32'] = 'bf16',
     weight_gradient: Literal['f32', 'bf16'] = 'f32',
-    weights: Literal['bf16', 'fp8', 'mxfp4', 'nvfp4'] | None = None,
     out: Any = None,
 ) -> LinearBackwardResult:
     """Gradients of `linear`: Y = x wᵀ of bf16, FP8, MXFP4 and NVFP4 weights, added to what was there or not; of bf16 its gradients.
@@ -1038,11 +1014,7 @@ def linear_backward(
         w: [out_features, in_features] bf16.
         dy: [num_tokens, out_features] bf16, the gradient of `y`.
         dw_before: [out_features, in_features] bf16 or f32; may be absent.
-        group: a number.
-        layout: one of plain, mn_major, blocked; the model's is plain.
-        output: one of bf16, f32; the model's is bf16.
         weight_gradient: one of f32, bf16; the model's is f32.
-        weights: one of bf16, fp8, mxfp4, nvfp4.
         out: Results to write, as this returns them.
 
     Returns:
@@ -1092,7 +1064,6 @@ def query_norm_rope_backward(
     dy: Tensor,
     positions: Tensor | None = None,
     *,
-    eps: float = 1e-06,
     rope_dim: int = 64,
     out: Any = None,
 ) -> Tensor:
@@ -1107,7 +1078,6 @@ def query_norm_rope_backward(
         rstd: [num_tokens, num_heads] f32, as the forward wrote it.
         dy: [num_tokens, num_heads, head_dim] bf16, the gradient of `y`.
         positions: [num_tokens] i32; may be absent.
-        eps: a number; the model's is 1e-06.
         rope_dim: a number; the model's is 64.
         out: Results to write, as this returns them.
 
@@ -1203,7 +1173,6 @@ def query_projection_backward(
     dq: Tensor,
     positions: Tensor | None = None,
     *,
-    eps: float = 1e-06,
     head_dim: int | None = None,
     num_heads: int | None = None,
     rope_dim: int | None = None,
@@ -1227,7 +1196,6 @@ def query_projection_backward(
         q_rstd: [num_tokens, num_heads] f32, as the forward wrote it.
         dq: [num_tokens, all_channels] bf16, the gradient of `q`.
         positions: [num_tokens] i32; may be absent.
-        eps: a number; the model's is 1e-06.
         head_dim: a number.
         num_heads: a number.
         rope_dim: a number.
@@ -1359,10 +1327,7 @@ def kv_projection_backward(
     dkv: Tensor,
     positions: Tensor | None = None,
     *,
-    eps: float = 1e-06,
     nope_dim: int | None = None,
-    num_pages: int | None = None,
-    page_size: int | None = None,
     rope_dim: int | None = None,
     out: Any = None,
 ) -> KvProjectionBackwardResult:
@@ -1380,10 +1345,7 @@ def kv_projection_backward(
         rstd: [num_tokens] f32, as the forward wrote it.
         dkv: [num_tokens, head_dim] bf16, the gradient of `kv`.
         positions: [num_tokens] i32; may be absent.
-        eps: a number; the model's is 1e-06.
         nope_dim: a number.
-        num_pages: a number.
-        page_size: a number.
         rope_dim: a number.
         out: Results to write, as this returns them.
 
@@ -1474,7 +1436,6 @@ def compressor_backward(
     num_sequences: int | None = None,
     overlaps: bool | None = None,
     rope_dim: int = 64,
-    saves_pooled: bool | None = None,
     out: Any = None,
 ) -> CompressorBackwardResult:
     """Gradients of `compressor`: Tokens pooled into entries by a softmax of each channel, which are normed and turned by position.
@@ -1499,7 +1460,6 @@ def compressor_backward(
         num_sequences: a number.
         overlaps: one of True, False.
         rope_dim: a number; the model's is 64.
-        saves_pooled: one of True, False.
         out: Results to write, as this returns them.
 
     Returns:
@@ -1631,7 +1591,7 @@ def indexer_query(
     positions: Tensor | None = None,
     *,
     stored: Literal['values', 'e2m1', 'e4m3'] | None = None,
-    weights: Literal['bf16', 'f32'] = 'bf16',
+    weights_: Literal['bf16', 'f32'] = 'bf16',
     weights_scale: float = 0.011048543,
     out: Any = None,
 ) -> IndexerQueryResult:
@@ -1646,7 +1606,7 @@ def indexer_query(
         weights: [num_tokens, num_heads] bf16 or f32.
         positions: [num_tokens] i32; may be absent.
         stored: one of values, e2m1, e4m3.
-        weights: one of bf16, f32; the model's is bf16.
+        weights_: one of bf16, f32; the model's is bf16.
         weights_scale: a number; the model's is 0.011048543.
         out: Results to write, as this returns them.
 
@@ -1670,7 +1630,7 @@ def indexer_query_backward(
     positions: Tensor | None = None,
     *,
     stored: Literal['values', 'e2m1', 'e4m3'] | None = None,
-    weights: Literal['bf16', 'f32'] = 'bf16',
+    weights_: Literal['bf16', 'f32'] = 'bf16',
     weights_scale: float = 0.011048543,
     out: Any = None,
 ) -> IndexerQueryBackwardResult:
@@ -1685,7 +1645,7 @@ def indexer_query_backward(
         dw: [num_tokens, num_heads] f32, the gradient of `w`.
         positions: [num_tokens] i32; may be absent.
         stored: one of values, e2m1, e4m3.
-        weights: one of bf16, f32; the model's is bf16.
+        weights_: one of bf16, f32; the model's is bf16.
         weights_scale: a number; the model's is 0.011048543.
         out: Results to write, as this returns them.
 
@@ -1797,8 +1757,6 @@ def sparse_attention(
     topk_length: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    key_gradient: Literal['bf16', 'f32'] = 'bf16',
-    key_gradients: Literal['atomic', 'deterministic'] | None = None,
     softmax_scale: float = 0.044194173,
     v_dim: int = 512,
     out: Any = None,
@@ -1814,8 +1772,6 @@ def sparse_attention(
         sink: [num_heads] f32; may be absent.
         topk_length: [num_tokens] i32; may be absent.
         v: [num_keys, v_dim] bf16; may be absent.
-        key_gradient: one of bf16, f32; the model's is bf16.
-        key_gradients: one of atomic, deterministic.
         softmax_scale: a number; the model's is 0.044194173.
         v_dim: a number; the model's is 512.
         out: Results to write, as this returns them.
@@ -1849,7 +1805,7 @@ def sparse_attention_backward(
     key_gradients: Literal['atomic', 'deterministic'] | None = None,
     softmax_scale: float = 0.044194173,
     v_dim: int = 512,
-    out: Any = None,
+    out_: Any = None,
 ) -> SparseAttentionBackwardResult:
     """Gradients of `sparse_attention`: Attention of each query over a list of gathered keys, with a sink per head.
 
@@ -1870,7 +1826,7 @@ def sparse_attention_backward(
         key_gradients: one of atomic, deterministic.
         softmax_scale: a number; the model's is 0.044194173.
         v_dim: a number; the model's is 512.
-        out: Results to write, as this returns them.
+        out_: Results to write, as this returns them.
 
     Returns:
         dq: [num_tokens, num_heads, head_dim] bf16, the gradient of `q`.
@@ -1896,10 +1852,6 @@ def attention_output_rotation(
     topk_length: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    dlse: bool | None = None,
-    key_gradient: Literal['bf16', 'f32'] | None = None,
-    key_gradients: Literal['atomic', 'deterministic'] | None = None,
-    lengths: Literal['within', 'absent', 'hostile'] | None = None,
     softmax_scale: float = 0.044194173,
     v_dim: int | None = None,
     rope_dim: int | None = None,
@@ -1918,10 +1870,6 @@ def attention_output_rotation(
         sink: [num_heads] f32; may be absent.
         topk_length: [num_tokens] i32; may be absent.
         v: [num_keys, v_dim] bf16; may be absent.
-        dlse: one of True, False.
-        key_gradient: one of bf16, f32.
-        key_gradients: one of atomic, deterministic.
-        lengths: one of within, absent, hostile.
         softmax_scale: a number; the model's is 0.044194173.
         v_dim: a number.
         rope_dim: a number.
@@ -1956,14 +1904,12 @@ def attention_output_rotation_backward(
     dlse: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    dlse: bool | None = None,
     key_gradient: Literal['bf16', 'f32'] | None = None,
     key_gradients: Literal['atomic', 'deterministic'] | None = None,
-    lengths: Literal['within', 'absent', 'hostile'] | None = None,
     softmax_scale: float = 0.044194173,
     v_dim: int | None = None,
     rope_dim: int | None = None,
-    out: Any = None,
+    out_: Any = None,
 ) -> AttentionOutputRotationBackwardResult:
     """Gradients of `attention_output_rotation`: Sparse_attention, the inverse rope of its output, and the backward of both on what was saved.
 
@@ -1982,14 +1928,12 @@ def attention_output_rotation_backward(
         topk_length: [num_tokens] i32; may be absent.
         dlse: [num_tokens, num_heads] f32, the gradient of `lse`; may be absent.
         v: [num_keys, v_dim] bf16; may be absent.
-        dlse: one of True, False.
         key_gradient: one of bf16, f32.
         key_gradients: one of atomic, deterministic.
-        lengths: one of within, absent, hostile.
         softmax_scale: a number; the model's is 0.044194173.
         v_dim: a number.
         rope_dim: a number.
-        out: Results to write, as this returns them.
+        out_: Results to write, as this returns them.
 
     Returns:
         dq: [num_tokens, num_heads, head_dim] bf16, the gradient of `q`.
@@ -2186,7 +2130,6 @@ def output_projection_backward(
     positions: Tensor | None = None,
     *,
     head_dim: int | None = None,
-    layout: Literal['plain', 'mn_major', 'blocked'] | None = None,
     num_heads: int | None = None,
     rope_dim: int | None = None,
     out: Any = None,
@@ -2205,7 +2148,6 @@ def output_projection_backward(
         dy: [num_tokens, hidden_size] bf16, the gradient of `y`.
         positions: [num_tokens] i32; may be absent.
         head_dim: a number.
-        layout: one of plain, mn_major, blocked.
         num_heads: a number.
         rope_dim: a number.
         out: Results to write, as this returns them.
@@ -2281,9 +2223,7 @@ def router(
     token_ids: Tensor | None = None,
     tid2eid: Tensor | None = None,
     *,
-    padding_tokens: bool = False,
     route_scale: float = 2.5,
-    routing: Literal['learned', 'hashed_hostile', 'hashed'] | None = None,
     topk: int = 6,
     vocab_size: int | None = None,
     out: Any = None,
@@ -2297,9 +2237,7 @@ def router(
         bias: [num_experts] f32; may be absent.
         token_ids: [num_tokens] i32; may be absent.
         tid2eid: [vocab_size, topk] i32; may be absent.
-        padding_tokens: one of True, False; the model's is False.
         route_scale: a number; the model's is 2.5.
-        routing: one of learned, hashed_hostile, hashed.
         topk: a number; the model's is 6.
         vocab_size: a number.
         out: Results to write, as this returns them.
@@ -2315,11 +2253,8 @@ def router_backward(
     topk_indices: Tensor,
     dtopk_weights: Tensor,
     *,
-    padding_tokens: bool = False,
     route_scale: float = 2.5,
-    routing: Literal['learned', 'hashed_hostile', 'hashed'] | None = None,
     topk: int = 6,
-    vocab_size: int | None = None,
     out: Any = None,
 ) -> Tensor:
     """Gradients of `router`: The experts of each token, by biased scores or by a table, and their weights.
@@ -2330,11 +2265,8 @@ def router_backward(
         logits: [num_tokens, num_experts] f32.
         topk_indices: [num_tokens, topk] i32, as the forward wrote it.
         dtopk_weights: [num_tokens, topk] f32, the gradient of `topk_weights`.
-        padding_tokens: one of True, False; the model's is False.
         route_scale: a number; the model's is 2.5.
-        routing: one of learned, hashed_hostile, hashed.
         topk: a number; the model's is 6.
-        vocab_size: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -2585,10 +2517,7 @@ def swiglu_quantize_backward(
     weight: Tensor | None = None,
     pos_to_token_topk: Tensor | None = None,
     *,
-    group: Literal['row32', 'row128'] | None = None,
-    layout: Literal['plain', 'mn_major', 'blocked'] = 'mn_major',
     limit: float = 10.0,
-    round_to_bf16: bool | None = None,
     scale: Literal['e8m0', 'fp32', 'power_of_two'] | None = None,
     out: Any = None,
 ) -> SwigluQuantizeBackwardResult:
@@ -2602,10 +2531,7 @@ def swiglu_quantize_backward(
         dy: [num_rows, width] bf16 or f32, the gradient of `decoded`.
         weight: [num_rows] f32; may be absent.
         pos_to_token_topk: [num_rows] i32; may be absent.
-        group: one of row32, row128.
-        layout: one of plain, mn_major, blocked; the model's is mn_major.
         limit: a number; the model's is 10.0.
-        round_to_bf16: one of False, True.
         scale: one of e8m0, fp32, power_of_two.
         out: Results to write, as this returns them.
 
@@ -2684,7 +2610,6 @@ def moe_reduce(
     alignment: int = 128,
     num_experts: int | None = None,
     spare_positions: int = 0,
-    with_shared: bool | None = None,
     out: Any = None,
 ) -> Tensor:
     """Rows of experts, weighted or not, added to rows of tokens, with the shared expert's.
@@ -2699,7 +2624,6 @@ def moe_reduce(
         alignment: a number; the model's is 128.
         num_experts: a number.
         spare_positions: a number; the model's is 0.
-        with_shared: one of True, False.
         out: Results to write, as this returns them.
 
     Returns:
@@ -2721,7 +2645,6 @@ def moe_reduce_backward(
     alignment: int = 128,
     num_experts: int | None = None,
     spare_positions: int = 0,
-    with_shared: bool | None = None,
     out: Any = None,
 ) -> MoeReduceBackwardResult:
     """Gradients of `moe_reduce`: Rows of experts, weighted or not, added to rows of tokens, with the shared expert's.
@@ -2737,7 +2660,6 @@ def moe_reduce_backward(
         alignment: a number; the model's is 128.
         num_experts: a number.
         spare_positions: a number; the model's is 0.
-        with_shared: one of True, False.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3012,7 +2934,6 @@ def indexer_loss(
     left_out: int = 0,
     loss_coeff: float = 0.3,
     num_keys: int | None = None,
-    q_off: bool = False,
     ratio: int = 1,
     reduction: Literal['mean_of_real_rows', 'mean_of_rows', 'sum'] = 'sum',
     together: bool | None = None,
@@ -3042,7 +2963,6 @@ def indexer_loss(
         left_out: a number; the model's is 0.
         loss_coeff: a number; the model's is 0.3.
         num_keys: a number.
-        q_off: one of False, True; the model's is False.
         ratio: a number; the model's is 1.
         reduction: one of mean_of_real_rows, mean_of_rows, sum; the model's is sum.
         together: one of False, True.
@@ -3079,11 +2999,9 @@ def indexer_loss_backward(
     left_out: int = 0,
     loss_coeff: float = 0.3,
     num_keys: int | None = None,
-    q_off: bool = False,
     ratio: int = 1,
     reduction: Literal['mean_of_real_rows', 'mean_of_rows', 'sum'] = 'sum',
     together: bool | None = None,
-    with_kl: bool = True,
     columns: int | None = None,
     out: Any = None,
 ) -> Tensor:
@@ -3110,11 +3028,9 @@ def indexer_loss_backward(
         left_out: a number; the model's is 0.
         loss_coeff: a number; the model's is 0.3.
         num_keys: a number.
-        q_off: one of False, True; the model's is False.
         ratio: a number; the model's is 1.
         reduction: one of mean_of_real_rows, mean_of_rows, sum; the model's is sum.
         together: one of False, True.
-        with_kl: one of True, False; the model's is True.
         columns: a number.
         out: Results to write, as this returns them.
 
@@ -3203,7 +3119,6 @@ def indexer_distillation(
     listed: int | None = None,
     loss_coeff: float = 0.3,
     num_heads: int | None = None,
-    q_off: bool | None = None,
     ratio: int | None = None,
     reduction: Literal['mean_of_rows', 'sum'] | None = None,
     sm_scale: float | None = None,
@@ -3231,7 +3146,6 @@ def indexer_distillation(
         listed: a number.
         loss_coeff: a number; the model's is 0.3.
         num_heads: a number.
-        q_off: one of True, False.
         ratio: a number.
         reduction: one of mean_of_rows, sum.
         sm_scale: a number.
@@ -3268,12 +3182,8 @@ def indexer_distillation_backward(
     cu_k: Tensor | None = None,
     *,
     form: Literal['clipped_log', 'exact'] | None = None,
-    head_dim: int | None = None,
-    left_out: int = 0,
     listed: int | None = None,
     loss_coeff: float = 0.3,
-    num_heads: int | None = None,
-    q_off: bool | None = None,
     ratio: int | None = None,
     reduction: Literal['mean_of_rows', 'sum'] | None = None,
     sm_scale: float | None = None,
@@ -3296,12 +3206,8 @@ def indexer_distillation_backward(
         cu_q: [num_sequences_and_one] i32; may be absent.
         cu_k: [num_sequences_and_one] i32; may be absent.
         form: one of clipped_log, exact.
-        head_dim: a number.
-        left_out: a number; the model's is 0.
         listed: a number.
         loss_coeff: a number; the model's is 0.3.
-        num_heads: a number.
-        q_off: one of True, False.
         ratio: a number.
         reduction: one of mean_of_rows, sum.
         sm_scale: a number.

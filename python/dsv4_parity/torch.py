@@ -47,6 +47,13 @@ def _option(option):
     return f"{kind} {option['name']}={shown}"
 
 
+def _options(function):
+    """The options of a function; a forward also has those of its backward."""
+    has_backward = function.direction == 0 and function.description["directions"][1] is not None
+    described = function.description["options"]
+    return [one for one in described if one["concerns"][function.direction] or has_backward]
+
+
 def _schema(function):
     """The schema of a function: states are written, and there is one result for each output."""
     arguments, states = [], 0
@@ -57,7 +64,7 @@ def _schema(function):
         # The mark of an absent tensor comes behind that of a written one.
         optional, absent = ("", "") if argument["required"] else ("?", "=None")
         arguments.append(f"{kind}{optional} {argument['name']}{absent}")
-    options = [_option(option) for option in function.options]
+    options = [_option(option) for option in _options(function)]
     listed = ", ".join([*arguments, *(["*", *options] if options else [])])
     results = ", ".join("Tensor" for _ in function.results)
     return f"({listed}) -> ({results})" if len(function.results) != 1 else f"({listed}) -> Tensor"
@@ -139,15 +146,14 @@ def _differentiable(forward, backward, backward_operator):
     gradients = {one["of"]: number for number, one in enumerate(backward.written)}
     shared = {option["name"] for option in backward.options}
 
-    def setup(ctx, inputs, keyword_only_inputs, output):
+    def setup(ctx, inputs, output, keyword_only_inputs=None):
         ctx.set_materialize_grads(False)
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.given = [tensor is not None for tensor in inputs]
         present = [tensor for tensor in inputs if tensor is not None]
         ctx.save_for_backward(*present, *outputs)
-        ctx.options = {
-            name: value for name, value in keyword_only_inputs.items() if name in shared
-        }
+        options = (keyword_only_inputs or {}).items()
+        ctx.options = {name: value for name, value in options if name in shared}
         fixed = [
             tensor
             for name, tensor in zip(forward.results, outputs)

@@ -80,7 +80,7 @@ def test_bad_input_ends_as_it_does_without_python(words, code, text):
 
 
 def test_an_interrupt_ends_the_command(tmp_path):
-    command = [shutil.which("parity"), "run", "--backend", "emulator", "--ops", "moe"]
+    command = [shutil.which("parity"), "run", "--backend", "emulator", "--ops", "topk"]
     running = subprocess.Popen(
         [*command, "--profile", "quick", "--out", "out"],
         cwd=tmp_path,
@@ -89,8 +89,10 @@ def test_an_interrupt_ends_the_command(tmp_path):
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
+    # From its first record on it listens.
+    while not (tmp_path / "out" / "records.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=20)
     assert running.returncode == 130, errors

@@ -215,8 +215,9 @@ def test_a_docstring_has_sizes_types_and_the_section_of_the_specification():
 
 
 def test_the_import_takes_less_than_a_third_of_a_second():
-    code = "import time; begun = time.perf_counter(); import dsv4_parity.ops; "
-    code += "print(time.perf_counter() - begun)"
+    # Of the processor: other processes may have it meanwhile.
+    code = "import time; begun = time.process_time(); import dsv4_parity.ops; "
+    code += "print(time.process_time() - begun)"
     times = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
         for _ in range(3)

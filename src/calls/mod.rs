@@ -4,9 +4,11 @@
 //! - [`fields`]: the fields of a case as a flat list;
 //! - [`observed`]: what the launches of a case do with its tensors;
 //! - [`signature`]: the arguments of an operator;
-//! - [`solve`]: the case of given tensors.
+//! - [`solve`]: the case of given tensors;
+//! - `fit`: the fields of that case.
 
 pub mod fields;
+mod fit;
 pub mod observed;
 pub mod signature;
 pub mod solve;

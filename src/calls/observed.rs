@@ -131,7 +131,7 @@ impl Observer {
         placed.iter().for_each(|(spec, view)| views.put(spec.name, view.clone()));
         let workspaces = call.workspaces(&views, &self.device)?;
         for (number, (name, bytes)) in workspaces.iter().enumerate() {
-            let address = FIRST + (placed.len() + number) as u64 * DISTANCE;
+            let address = FIRST + (call.specs().all().len() + number) as u64 * DISTANCE;
             views.put(name, TensorView::dense(*name, address, DType::U8, &[*bytes]));
         }
         let mut launches = [Vec::new(), Vec::new()];

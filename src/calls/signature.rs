@@ -69,6 +69,8 @@ pub struct Field {
     pub keyword: String,
     /// What it is for.
     pub kind: Kind,
+    /// Whether the forward, and the backward, depend on it.
+    pub concerns: [bool; 2],
     /// The model's value, where the declared benchmarks agree on one.
     pub default: Option<Value>,
     /// The values that cases have.
@@ -108,14 +110,20 @@ impl Signature {
         let of_all = OF_ALL.get_or_init(|| model(OPERATORS, &observer));
         let paths: BTreeSet<&String> =
             templates.iter().flat_map(|template| template.leaves.keys()).collect();
-        let names = keywords(&paths);
+        let tensors = templates.iter().flat_map(|template| &template.observed.tensors);
+        let names = keywords(&paths, &tensors.map(|seen| seen.spec.name).collect());
         let field = |path: &&String| {
             let values = values(&templates, path);
-            let kind = Changes::of(operator, &observer, &templates, path, &values).kind(&values);
+            let changes = Changes::of(operator, &observer, &templates, path, &values);
+            let concerns = [0, 1].map(|d| changes.call[d] || changes.given[d]);
+            let kind = changes.kind(&values);
             // Numbers have one name in all operators.
             let of_all = || if kind == Kind::Number { unanimous(of_all, last(path)) } else { None };
             let default = unanimous(&of_this, last(path)).or_else(of_all).map(shortest);
-            Field { keyword: names[*path].clone(), default, path: (*path).clone(), kind, values }
+            {
+                let (keyword, path) = (names[*path].clone(), (*path).clone());
+                Field { keyword, default, path, kind, concerns, values }
+            }
         };
         let mut fields = paths.iter().map(field).collect::<Vec<_>>();
         fields.retain(|field| field.kind != Kind::Data);
@@ -195,16 +203,12 @@ impl Signature {
         let options = self.fields.iter().filter(|field| self.takes(field)).map(|field| {
             let words = field.kind == Kind::Choice && !field.values.iter().any(Value::is_array);
             let words = if words { &field.values[..] } else { &[] };
-            let everywhere =
-                self.templates.iter().all(|template| template.leaves.contains_key(&field.path));
-            let open = field.default.is_none() && field.values.len() > 1;
             json!({ "name": field.keyword, "default": field.default, "values": words,
-                "whole": field.values.iter().any(is_whole),
-                "required": open && everywhere && field.kind == Kind::Number })
+                "whole": field.values.iter().any(is_whole), "concerns": field.concerns })
         });
         let free = self.free.iter().map(|axis| {
-            json!({ "name": axis, "default": null,
-            "values": [], "whole": true })
+            json!({ "name": axis, "default": null, "values": [], "whole": true,
+                "concerns": [true, true] })
         });
         let options = options.chain(free);
         json!({
@@ -301,12 +305,13 @@ fn last(path: &str) -> &str {
 }
 
 /// The last name of a path where it is the only one, all of them otherwise.
-fn keywords(paths: &BTreeSet<&String>) -> BTreeMap<String, String> {
+fn keywords(paths: &BTreeSet<&String>, tensors: &BTreeSet<&str>) -> BTreeMap<String, String> {
     let keyword = |path: &&String| {
         let alone = paths.iter().filter(|other| last(other) == last(path)).count() == 1;
         let keyword = if alone { last(path).to_owned() } else { path.replace('.', "_") };
-        // Python's own words.
-        let keyword = if keyword == "global" { "global_".to_owned() } else { keyword };
+        // Neither one of Python's own words nor a tensor.
+        let is_taken = keyword == "global" || tensors.contains(keyword.as_str());
+        let keyword = if is_taken { format!("{keyword}_") } else { keyword };
         ((*path).clone(), keyword)
     };
     paths.iter().map(keyword).collect()
@@ -346,10 +351,10 @@ type Described = Vec<(&'static str, DType, Vec<(&'static str, usize)>)>;
 /// What changes with a field.
 #[derive(Default)]
 struct Changes {
-    /// Sizes, types or presence of the given tensors of a direction.
-    given: bool,
-    /// The launches of a direction, or what they write, where its given tensors are the same.
-    call: bool,
+    /// Sizes, types or presence of the given tensors of each direction.
+    given: [bool; 2],
+    /// The launches of each direction, or what they write, where its given tensors are the same.
+    call: [bool; 2],
     /// The sizes of given tensors, of the same names and types.
     sizes: bool,
     /// Axes of given tensors whose size changed: whether it was the field, and a multiple of it,
@@ -414,10 +419,11 @@ impl Changes {
             observed.launches[direction].clone()
         });
         if given == others {
-            self.call |= launches(before) != launches(after) || written(before) != written(after);
+            self.call[direction] |=
+                launches(before) != launches(after) || written(before) != written(after);
             return;
         }
-        self.given = true;
+        self.given[direction] = true;
         let types = |tensors: &Described| -> Vec<_> {
             tensors.iter().map(|(name, dtype, axes)| (*name, *dtype, axes.len())).collect()
         };
@@ -444,11 +450,12 @@ impl Changes {
         let mut sites: Vec<Site> = self.sites.iter().filter_map(site).collect();
         sites.sort_by_key(|site| site.scaled);
         let is_number = values.iter().any(|value| is_whole(value) || is_real(value));
-        match (self.is_gap, is_number, self.given, self.call) {
+        let (given, call) = (self.given.contains(&true), self.call.contains(&true));
+        match (self.is_gap, is_number, given, call) {
             (true, ..) | (_, _, false, false) => Kind::Data,
             (_, true, true, _) if !sites.is_empty() => Kind::Size(sites),
             (_, true, ..) => Kind::Number,
-            (_, false, ..) if self.call || self.sizes => Kind::Choice,
+            (_, false, ..) if call || self.sizes => Kind::Choice,
             (_, false, ..) => Kind::Mode,
         }
     }

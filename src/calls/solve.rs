@@ -3,15 +3,16 @@
 
 use std::collections::BTreeMap;
 
-use crate::case::{Case, CaseError};
-use crate::operator::call::Call;
-use crate::operator::declaration::Axis;
 use dsv4_runtime::DType;
 use serde_json::Value;
 
 use super::fields::{leaves, set};
+use super::fit;
 use super::observed::{Observed, Observer, Seen, Sizes};
-use super::signature::{Argument, Field, Kind, Signature, Site, Template, free_axes};
+use super::signature::{Argument, Field, Kind, Signature, Template, free_axes};
+use crate::case::{Case, CaseError};
+use crate::operator::call::Call;
+use crate::operator::declaration::Axis;
 
 /// A tensor of the caller.
 #[derive(Clone, Debug)]
@@ -78,6 +79,16 @@ const SEED: u64 = 40_961;
 const OF_NAMES: usize = 1000;
 const OF_TYPES: usize = 100;
 
+/// A call to be found.
+struct Search<'s> {
+    signature: &'s Signature,
+    direction: usize,
+    /// In the order in which the operator declares them.
+    given: Vec<Given>,
+    options: &'s Options,
+    observer: &'s Observer,
+}
+
 /// Finds the call.
 ///
 /// # Errors
@@ -97,35 +108,105 @@ pub fn solve(
     };
     let mut given = given.to_vec();
     given.sort_by_key(place);
-    let given = &given[..];
-    let words =
-        |field: &&Field| field.kind == Kind::Choice && !options.contains_key(&field.keyword);
-    let open: Vec<&Field> = signature.fields.iter().filter(words).collect();
-    let mut closest: Option<Misfit> = None;
-    let mut found: Option<(Solved, Vec<Option<Value>>)> = None;
-    for template in candidates(signature, direction, given) {
-        let mut case = template.case.clone();
-        match fitted(signature, direction, template, &mut case, given, options, observer) {
-            Ok(solved) => {
-                let leaves = leaves(&case);
-                let chosen: Vec<_> =
-                    open.iter().map(|field| leaves.get(&field.path).cloned()).collect();
-                match &found {
-                    None => found = Some((solved, chosen)),
-                    Some((_, before)) => unambiguous(&open, before, &chosen)?,
-                }
-            }
-            Err(misfit) => {
-                if closest.as_ref().is_none_or(|closest| misfit.distance < closest.distance) {
-                    closest = Some(misfit);
+    Search { signature, direction, given, options, observer }.run()
+}
+
+impl Search<'_> {
+    fn run(&self) -> Result<Solved, Misfit> {
+        let mut closest: Option<Misfit> = None;
+        let mut found: Option<Solved> = None;
+        for template in candidates(self.signature, self.direction, &self.given) {
+            match self.fitted(template) {
+                Ok(solved) => match &found {
+                    None => found = Some(solved),
+                    Some(one) => self.unambiguous(one, &solved)?,
+                },
+                Err(misfit) => {
+                    let is_closer = |closest: &Misfit| misfit.distance < closest.distance;
+                    if closest.as_ref().is_none_or(is_closer) {
+                        closest = Some(misfit);
+                    }
                 }
             }
         }
+        let none = || Misfit::new("arguments", "no case of the operator has them", 0);
+        found.ok_or_else(|| closest.unwrap_or_else(none))
     }
-    match (found, closest) {
-        (Some((solved, _)), _) => Ok(solved),
-        (None, Some(misfit)) => Err(misfit),
-        (None, None) => Err(Misfit::new("arguments", "no case of the operator has them", 0)),
+
+    /// Where two calls fit that launch something else, the caller must choose.
+    fn unambiguous(&self, one: &Solved, other: &Solved) -> Result<(), Misfit> {
+        let launches = |solved: &Solved| solved.observed.launches[self.direction].clone();
+        if launches(one) == launches(other) {
+            return Ok(());
+        }
+        let (one, other) = (leaves(&one.call.line()), leaves(&other.call.line()));
+        let is_open = |field: &&Field| {
+            field.kind == Kind::Choice
+                && field.default.is_none()
+                && !field.is_implementation()
+                && !self.options.contains_key(&field.keyword)
+                && one.get(&field.path) != other.get(&field.path)
+        };
+        let Some(field) = self.signature.fields.iter().find(is_open) else { return Ok(()) };
+        let values: Vec<String> = field.values.iter().map(Value::to_string).collect();
+        let reason = format!("it must be given: one of {}", values.join(", "));
+        Err(Misfit::new(&field.keyword, reason, 0))
+    }
+
+    /// The case of a template with its fields set for the given tensors.
+    fn set(&self, template: &Template) -> Case {
+        let Self { signature, given, options, .. } = self;
+        let mut case = template.case.clone();
+        // Which tensors are one memory is the caller's to say.
+        for path in leaves(&case).keys().filter(|path| path.ends_with("aliasing")) {
+            set(&mut case, path, &"out_of_place".into());
+        }
+        fit::set_options(signature, &mut case, given, options);
+        fit::set_modes(signature, &mut case, given, options);
+        fit::set_sizes(signature, template, &mut case, given, options);
+        fit::set_gaps(signature, template, &mut case, given);
+        case
+    }
+
+    /// Compares what a template's case then declares with the given tensors.
+    fn fitted(&self, template: &Template) -> Result<Solved, Misfit> {
+        let Self { signature, given, options, observer, direction } = self;
+        let case = self.set(template);
+        let open = fit::open_numbers(signature, &case, given, options);
+        let call = signature.operator.call(&case).map_err(|error| of_case(signature, &error))?;
+        let sizes = fit::free_sizes(signature, &call, given, options);
+        for tensor in given {
+            compare(tensor, &call, &sizes).map_err(|misfit| misfit.with_open(&case, &open))?;
+        }
+        let observed = observer.observe_with(&call, &sizes);
+        let observed = observed.map_err(|error| of_launcher(&error.to_string()))?;
+        let of_values = free_axes(signature.operator, observer, &case, &observed, SEED);
+        let is_untold =
+            |axis: &&&str| signature.free.contains(**axis) && !sizes.contains_key(**axis);
+        if let Some(axis) = of_values.iter().find(is_untold) {
+            return Err(Misfit::new(axis, "it must be given: values decide it", 2));
+        }
+        let observed =
+            if observed.launches_in(*direction) { observed } else { template.observed.clone() };
+        self.all_needed(&observed)?;
+        all_told(signature, &case, &observed, &open, observer)?;
+        Ok(Solved { call, observed, sizes })
+    }
+
+    /// Rejects a tensor that is missing, and one that is not read.
+    fn all_needed(&self, observed: &Observed) -> Result<(), Misfit> {
+        let needed: Vec<&str> = observed.given(self.direction).map(|seen| seen.spec.name).collect();
+        if let Some(missing) =
+            needed.iter().find(|name| self.given.iter().all(|tensor| tensor.name != **name))
+        {
+            return Err(Misfit::new(missing, "it must be present", OF_NAMES));
+        }
+        match self.given.iter().find(|tensor| !needed.contains(&tensor.name.as_str())) {
+            Some(tensor) => {
+                Err(Misfit::new(&tensor.name, "such a call does not read it", OF_NAMES))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -198,148 +279,6 @@ fn candidates<'s>(
     all.into_iter().filter(|(distance, _)| *distance <= most).map(|(_, one)| one).collect()
 }
 
-/// Sets the fields of a case, and compares what it then declares with the given tensors.
-fn fitted(
-    signature: &Signature,
-    direction: usize,
-    template: &Template,
-    case: &mut Case,
-    given: &[Given],
-    options: &Options,
-    observer: &Observer,
-) -> Result<Solved, Misfit> {
-    set_options(signature, case, given, options);
-    set_modes(signature, case, given, options);
-    set_sizes(signature, template, case, given, options);
-    set_gaps(signature, template, case, given);
-    let open = open_numbers(signature, case, given, options);
-    let call = signature.operator.call(case).map_err(|error| of_case(signature, &error))?;
-    let sizes = free_sizes(signature, &call, given, options);
-    for tensor in given {
-        compare(tensor, &call, &sizes).map_err(|misfit| misfit.with_open(case, &open))?;
-    }
-    let observed = observer.observe_with(&call, &sizes);
-    let observed = observed.map_err(|error| of_launcher(&error.to_string()))?;
-    let of_values = free_axes(signature.operator, observer, case, &observed, SEED);
-    let untold =
-        of_values.iter().find(|axis| !sizes.contains_key(*axis) && signature.free.contains(*axis));
-    if let Some(axis) = untold {
-        return Err(Misfit::new(axis, "it must be given: values decide it", 2));
-    }
-    let observed =
-        if observed.launches_in(direction) { observed } else { template.observed.clone() };
-    let missing = observed
-        .given(direction)
-        .find(|seen| given.iter().all(|tensor| tensor.name != seen.spec.name));
-    if let Some(seen) = missing {
-        return Err(Misfit::new(seen.spec.name, "it must be present", OF_NAMES));
-    }
-    let unused =
-        |tensor: &&Given| observed.given(direction).all(|seen| seen.spec.name != tensor.name);
-    if let Some(tensor) = given.iter().find(unused) {
-        return Err(Misfit::new(&tensor.name, "such a call does not read it", OF_NAMES));
-    }
-    all_told(signature, case, &observed, &open, observer)?;
-    Ok(Solved { call, observed, sizes })
-}
-
-/// The sizes that values decide: the caller's, or those of given tensors.
-fn free_sizes(signature: &Signature, call: &Call, given: &[Given], options: &Options) -> Sizes {
-    let size = |axis: &&'static str| {
-        let asked = options.get(*axis).and_then(Value::as_u64).map(|size| size as usize);
-        let of_given = || {
-            given.iter().find_map(|tensor| {
-                let at = call.specs().find(&tensor.name)?.axis(axis)?;
-                tensor.shape.get(at).copied()
-            })
-        };
-        Some((*axis, asked.or_else(of_given)?))
-    };
-    signature.free.iter().filter_map(size).collect()
-}
-
-/// Sets words and numbers: the caller's, or the model's.
-fn set_options(signature: &Signature, case: &mut Case, given: &[Given], options: &Options) {
-    for field in &signature.fields {
-        let value = match (options.get(&field.keyword), field.is_implementation()) {
-            (Some(value), _) => Some(value.clone()),
-            (None, true) => Some(slowest(field)),
-            (None, false) if field.kind == Kind::Mode => None,
-            (None, false) => field.default.clone(),
-        };
-        let Some(value) = value else { continue };
-        let mut changed = case.clone();
-        set(&mut changed, &field.path, &value);
-        let is_asked = options.contains_key(&field.keyword) || field.is_implementation();
-        let is_there = leaves(case).get(&field.path).is_some_and(|value| value.as_u64() != Some(0));
-        // What the model has must not contradict the given tensors.
-        let fits = || misfits(signature, &changed, given) <= misfits(signature, case, given);
-        if is_asked || is_there && fits() {
-            *case = changed;
-        }
-    }
-}
-
-/// The kernels that run everywhere; [`Call::fastest`] replaces them.
-fn slowest(field: &Field) -> Value {
-    if field.path.ends_with("library") { false.into() } else { "portable".into() }
-}
-
-/// How many of the given tensors a case does not have, or has with another type.
-fn misfits(signature: &Signature, case: &Case, given: &[Given]) -> usize {
-    let Ok(call) = signature.operator.call(case) else { return usize::MAX };
-    let misfit = |tensor: &&Given| {
-        call.specs()
-            .find(&tensor.name)
-            .is_none_or(|spec| (spec.dtype, spec.axes.len()) != (tensor.dtype, tensor.shape.len()))
-    };
-    given.iter().filter(misfit).count()
-}
-
-/// Sets a word that the caller did not give, where the case's tensors have other types than the
-/// given ones, and another value of the word has fewer of them.
-fn set_modes(signature: &Signature, case: &mut Case, given: &[Given], options: &Options) {
-    let mut least = misfits(signature, case, given);
-    let words = signature.fields.iter().filter(|field| {
-        matches!(field.kind, Kind::Mode | Kind::Choice) && !options.contains_key(&field.keyword)
-    });
-    for field in words {
-        for value in &field.values {
-            if least == 0 {
-                return;
-            }
-            let mut other = case.clone();
-            if !set(&mut other, &field.path, value) {
-                continue;
-            }
-            let misfits = misfits(signature, &other, given);
-            if misfits < least {
-                (least, *case) = (misfits, other);
-            }
-        }
-    }
-}
-
-/// The numbers that neither the caller, nor the given tensors, nor the model tell.
-fn open_numbers<'s>(
-    signature: &'s Signature,
-    case: &Case,
-    given: &[Given],
-    options: &Options,
-) -> Vec<&'s Field> {
-    let leaves = leaves(case);
-    let is_open = |field: &&Field| {
-        let told = match &field.kind {
-            Kind::Number => false,
-            Kind::Size(sites) => sites.iter().any(|site| is_given(given, site.tensor)),
-            _ => true,
-        };
-        let told = told || field.default.is_some() || options.contains_key(&field.keyword);
-        !told && leaves.contains_key(&field.path)
-    };
-    signature.fields.iter().filter(is_open).collect()
-}
-
 /// Rejects a call whose launches, or what they write, depend on a number that nothing tells.
 fn all_told(
     signature: &Signature,
@@ -371,92 +310,6 @@ fn all_told(
         }
     }
     Ok(())
-}
-
-/// Reads sizes off the given tensors: first those that are a field, then multiples of others.
-fn set_sizes(
-    signature: &Signature,
-    template: &Template,
-    case: &mut Case,
-    given: &[Given],
-    options: &Options,
-) {
-    for scaled in [false, true] {
-        for field in &signature.fields {
-            let Kind::Size(sites) = &field.kind else { continue };
-            if options.contains_key(&field.keyword) {
-                continue;
-            }
-            // In the order in which the operator declares its tensors.
-            let told = given.iter().flat_map(|tensor| {
-                sites
-                    .iter()
-                    .filter(|site| site.tensor == tensor.name)
-                    .map(move |site| (tensor, site))
-            });
-            let told: Vec<_> = told.collect();
-            let is_told = told.iter().any(|(_, site)| !site.scaled);
-            if scaled && is_told {
-                continue;
-            }
-            let sizes = told.into_iter().filter(|(_, site)| site.scaled == scaled);
-            let mut sizes = sizes.filter_map(|(tensor, site)| {
-                let size = *tensor.shape.get(axis_of(template, site)?)?;
-                if scaled { unscaled(signature, case, field, site, size) } else { Some(size) }
-            });
-            if let Some(size) = sizes.next() {
-                set(case, &field.path, &size.into());
-            }
-        }
-    }
-}
-
-/// Sets the space between rows that the strides of given tensors have. It may include what fills up
-/// a row.
-fn set_gaps(signature: &Signature, template: &Template, case: &mut Case, given: &[Given]) {
-    for seen in &template.observed.tensors {
-        let tensor = given.iter().find(|tensor| tensor.name == seen.spec.name);
-        let (Some(name), Some(tensor)) = (seen.spec.gap_of, tensor) else { continue };
-        let gap = match (&tensor.shape[..], &tensor.strides[..]) {
-            ([.., row], [.., stride, _]) => u64::try_from(stride - *row as i64).unwrap_or(0),
-            _ => 0,
-        };
-        let leaves = leaves(case);
-        let Some((path, value)) = leaves.iter().find(|(path, _)| path.ends_with(name)) else {
-            continue;
-        };
-        let call = signature.operator.call(case);
-        let declared =
-            call.ok().and_then(|call| Some(call.specs().find(&tensor.name)?.minimum_gap));
-        let filling = declared
-            .map_or(0, |declared| (declared as u64).saturating_sub(value.as_u64().unwrap_or(0)));
-        set(case, path, &gap.saturating_sub(filling).into());
-    }
-}
-
-/// The index of a site's axis in such a case.
-fn axis_of(template: &Template, site: &Site) -> Option<usize> {
-    let seen = template.observed.tensors.iter().find(|seen| seen.spec.name == site.tensor)?;
-    seen.spec.axis(site.axis)
-}
-
-/// The field of which the size of an axis is a multiple, as it is in this case.
-fn unscaled(
-    signature: &Signature,
-    case: &Case,
-    field: &Field,
-    site: &Site,
-    size: usize,
-) -> Option<usize> {
-    let call = signature.operator.call(case).ok()?;
-    let spec = call.specs().find(site.tensor)?;
-    let declared = spec.axes[spec.axis(site.axis)?].extent;
-    let value = leaves(case).get(&field.path)?.as_u64()? as usize;
-    (declared > 0 && (size * value).is_multiple_of(declared)).then(|| size * value / declared)
-}
-
-fn is_given(given: &[Given], name: &str) -> bool {
-    given.iter().any(|tensor| tensor.name == name)
 }
 
 /// Compares a given tensor with what the case declares.
@@ -500,24 +353,6 @@ fn of_launcher(message: &str) -> Misfit {
     Misfit::new(named, reason, 4)
 }
 
-/// Where two cases fit, the caller must choose.
-fn unambiguous(
-    open: &[&Field],
-    one: &[Option<Value>],
-    other: &[Option<Value>],
-) -> Result<(), Misfit> {
-    let pairs = open.iter().zip(one.iter().zip(other));
-    let mut differing = pairs.filter(|(field, (a, b))| a != b && field.default.is_none());
-    match differing.find(|(field, _)| !field.is_implementation()) {
-        None => Ok(()),
-        Some((field, _)) => {
-            let values: Vec<String> = field.values.iter().map(Value::to_string).collect();
-            let reason = format!("it must be given: one of {}", values.join(", "));
-            Err(Misfit::new(&field.keyword, reason, 0))
-        }
-    }
-}
-
 /// Solves templates of an operator again, from their tensors and options, for launches with the
 /// portable kernels; returns each that then launches something else.
 pub fn rediscover(signature: &Signature, observer: &Observer, most: usize) -> Vec<String> {
@@ -526,7 +361,7 @@ pub fn rediscover(signature: &Signature, observer: &Observer, most: usize) -> Ve
     let portable = templates.filter(|template| {
         let chosen = signature.fields.iter().filter(|field| field.is_implementation());
         chosen.into_iter().all(|field| {
-            template.leaves.get(&field.path).is_none_or(|value| *value == slowest(field))
+            template.leaves.get(&field.path).is_none_or(|value| *value == fit::slowest(field))
         })
     });
     portable

@@ -35,7 +35,7 @@ impl Call {
     }
 
     /// Its tensors that have memory, each with a view in the layout that the case declares, at the
-    /// address that `address_of` gives for its number.
+    /// address that `address_of` gives for its number among all that the operator declares.
     ///
     /// # Errors
     /// A layout beyond all addresses.
@@ -54,7 +54,8 @@ impl Call {
             };
             Ok((spec.clone(), view))
         };
-        self.specs.present().filter(|spec| spec.is_stored()).enumerate().map(placed).collect()
+        let declared = self.specs.all().iter().enumerate();
+        declared.filter(|(_, spec)| spec.present && spec.is_stored()).map(placed).collect()
     }
 
     /// The line of the case.
