@@ -152,8 +152,8 @@ class _Prepared:
             one = framework.describe(name, tensor, True)
             if out is not None and (one.dtype, one.shape) != (dtype, shape):
                 raise ValueError(
-                    f"{function.operator}: argument `{function.out}`: `{name}` is {one.dtype} {one.shape}, "
-                    f"and must be {dtype} {shape}"
+                    f"{function.operator}: argument `{function.out}`: "
+                    f"`{name}` is {one.dtype} {one.shape}, and must be {dtype} {shape}"
                 )
             seen.append(one)
         kept = [empty(dtype, shape) for _, dtype, shape in self.scratch]

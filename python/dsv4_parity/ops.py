@@ -8,8 +8,10 @@ allocated by the caller's framework, unless `out` gives them. Tensors in the mem
 on an emulator, for tests.
 
 Types are float32, int32, int64, uint8 and bfloat16. numpy has no bfloat16: give arrays of
-`ml_dtypes.bfloat16`, or their bits as uint16 (`dsv4_parity.to_bf16`, `dsv4_parity.from_bf16`). Codes
-of FP8, MXFP4 and NVFP4, and their scales, are bytes.
+`ml_dtypes.bfloat16`, or their bits as uint16 (`dsv4_parity.to_bf16`, `dsv4_parity.from_bf16`).
+Codes of FP8, MXFP4 and NVFP4, and their scales, are bytes.
+
+Results are not part of autograd: `dsv4_parity.torch` is.
 """
 
 from dsv4_parity import _functions, _native

@@ -4,8 +4,8 @@
 
     y, rstd = dsv4.rms_norm(x, weight)
 
-Each function is `torch.ops.dsv4_parity.NAME`: it runs under `torch.compile(fullgraph=True)`, in CUDA
-graphs after one call with the same sizes, and under autograd where the operator has a backward.
+Each function is `torch.ops.dsv4_parity.NAME`. It runs under `torch.compile(fullgraph=True)`, in
+CUDA graphs after one call with the same sizes, and under autograd where the operator has a backward.
 It returns all results of the operator; one that such a call does not have is an empty tensor.
 Results without a gradient of their own, such as `rstd`, are not differentiable.
 

@@ -15,9 +15,9 @@ def rms_norm(x, weight=None, eps=1e-6):
     return {"y": y if weight is None else y * weight, "rstd": rstd}
 
 
-def scale_applied_twice(x, weight=None, eps=1e-6):
+def weight_applied_twice(x, weight, eps=1e-6):
     found = rms_norm(x, weight, eps)
-    return {**found, "y": found["y"] * found["rstd"][:, None]}
+    return {**found, "y": found["y"] * weight}
 
 
 def without_eps(x, weight=None):

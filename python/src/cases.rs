@@ -14,8 +14,8 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// The cases of an operator that meet a condition, edge cases first, then as many drawn ones as the
-/// profile has, or `drawn`: digest and line of each. `edge_cases` takes that many of the edge cases.
+/// The cases of an operator that meet a condition: digest and line of each. Edge cases come first,
+/// or `edge_cases` of them, then as many drawn ones as the profile has, or `drawn`.
 #[pyfunction]
 #[pyo3(signature = (operator, profile, condition, seed, edge_cases, drawn))]
 pub fn cases(

@@ -7,8 +7,8 @@ use dsv4_runtime::process::keep_freed_memory;
 use pyo3::prelude::*;
 
 /// Runs `parity` with the words of a command line, the program's name first, and returns its exit
-/// code. Call it once, in a process that does nothing else: an interrupt, or an error of usage, ends
-/// the process.
+/// code. Call it once, in a process that does nothing else: an interrupt, or an error of usage,
+/// ends the process.
 #[pyfunction]
 pub fn main(py: Python<'_>, words: Vec<OsString>) -> PyResult<u8> {
     let signal = py.import("signal")?;

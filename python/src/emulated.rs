@@ -48,7 +48,8 @@ pub fn run(
     if let Some(violation) = left.violations.first() {
         let Violation { buffer, bytes, first_offset, .. } = violation;
         return Err(DeviceError::new_err(format!(
-            "a kernel wrote {bytes} bytes that are not its own, from byte {first_offset} of `{buffer}`"
+            "a kernel wrote {bytes} bytes that are not its own, from byte {first_offset} of \
+             `{buffer}`"
         )));
     }
     for ((_, view), written) in views.iter().zip(&left.written) {

@@ -153,8 +153,8 @@ impl Plan {
     }
 }
 
-/// Plans a call: `direction` 0 or 1, the given tensors by name, type and sizes, and the options as a
-/// JSON object.
+/// Plans a call: `direction` 0 or 1, the given tensors by name, type, sizes and strides, and the
+/// options as a JSON object.
 #[pyfunction]
 pub fn plan(
     py: Python<'_>,

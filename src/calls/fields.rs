@@ -1,5 +1,5 @@
-//! The fields of a case as a flat list: a number, a word, a truth value, null or a list by its path,
-//! such as `window.page_size`.
+//! The fields of a case as a flat list: a number, a word, a truth value, null or a list by its
+//! path, such as `window.page_size`.
 
 use std::collections::BTreeMap;
 

@@ -2,8 +2,8 @@
 //! tensors determine, which ones are arguments, and which ones only make data.
 //!
 //! Each field of some cases is changed, and the tensors and launches of both cases are compared. A
-//! field that changes neither is about data. One that changes the sizes of given tensors is read off
-//! them. One that changes launches, or what they write, is an argument.
+//! field that changes neither is about data. One that changes the sizes of given tensors is read
+//! off them. One that changes launches, or what they write, is an argument.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
@@ -184,7 +184,8 @@ impl Signature {
         let argument = |argument: Argument| {
             let Argument { spec, dtypes, required } = argument;
             json!({
-                "name": spec.name, "axes": spec.axes.iter().map(|axis| axis.name).collect::<Vec<_>>(),
+                "name": spec.name,
+                "axes": spec.axes.iter().map(|axis| axis.name).collect::<Vec<_>>(),
                 "dtypes": dtypes, "required": required, "state": spec.part == Part::State,
                 "saved": spec.part == Part::Output,
                 "of": match spec.part {

@@ -1,5 +1,5 @@
-//! Calls of an operator's kernels on tensors that somebody else owns, without an arena, an oracle or
-//! data: for users of the kernels, such as the Python package.
+//! Calls of an operator's kernels on tensors that somebody else owns, without an arena, an oracle
+//! or data: for users of the kernels, such as the Python package.
 //!
 //! A case declares everything about its tensors. So a caller finds the case that declares the
 //! tensors at hand, among the operator's own cases with other numbers ([`AnyOperator::call`]), and

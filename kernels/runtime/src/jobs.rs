@@ -35,8 +35,8 @@ extern "C" fn initialise() {
     become_worker(&JOBS, false);
 }
 
-/// What a host calls first where it loads this library ([`crate::process::Host`]): if it was started
-/// for a device of this library, or for a command, it works for that and never returns. An
+/// What a host calls first where it loads this library ([`crate::process::Host`]). If it was
+/// started for a device of this library, or for a command, it works for that and never returns. An
 /// initialiser cannot: while a library is loaded, no thread of it can load another one, such as a
 /// compiled kernel.
 pub fn become_worker_of_host() {

@@ -86,7 +86,8 @@ def test_a_compiled_function_has_no_break_and_the_same_bits():
     eager = layer(x, weight)
     torch.testing.assert_close(compiled(x, weight), eager, rtol=2**-7, atol=2**-7)
     other = drawn(32, 512, seed=5)
-    torch.testing.assert_close(compiled(other, weight), layer(other, weight), rtol=2**-7, atol=2**-7)
+    found, wanted = compiled(other, weight), layer(other, weight)
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
 
 
 def test_gradients_are_those_of_autograd():

@@ -59,8 +59,8 @@ impl Job {
 /// Handles the requests of a job, from its start parameters until its connection is closed.
 pub type Serve = fn(serde_json::Value, &mut Link) -> io::Result<Infallible>;
 
-/// Serves a job of the table, if this program was started for that; then it never returns. A host is
-/// not ready before it has loaded the library, so that the initialiser leaves its start to `in_host`.
+/// Serves a job of the table, if this program was started for that; then it never returns. A host
+/// is not ready before it has loaded the library, so the initialiser leaves its start to `in_host`.
 pub fn become_worker(jobs: &'static [(&'static str, Serve)], in_host: bool) {
     // The supervisor of a worker also has the worker's variable; the linker decides which of the
     // initialisers runs first.
