@@ -142,47 +142,54 @@ def _planned(function, tensors, options):
 def _differentiable(forward, backward, backward_operator):
     """The gradient of a forward by the operator's backward."""
     names = [argument["name"] for argument in forward.given]
+    needed = {argument["name"]: argument["required"] for argument in backward.given}
     upstream = {one["of"]: one for one in backward.given if one["of"]}
     gradients = {one["of"]: number for number, one in enumerate(backward.written)}
     shared = {option["name"] for option in backward.options}
 
     def setup(ctx, inputs, output, keyword_only_inputs=None):
         ctx.set_materialize_grads(False)
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.given = [tensor is not None for tensor in inputs]
-        present = [tensor for tensor in inputs if tensor is not None]
-        ctx.save_for_backward(*present, *outputs)
+        outputs = dict(zip(forward.results, output if isinstance(output, tuple) else (output,)))
+        given = {name: one for name, one in zip(names, inputs) if one is not None}
+        # A result that such a call does not have is empty.
+        there = {
+            name: one for name, one in outputs.items() if one.numel() or needed.get(name, False)
+        }
+        saved = {name: one for name, one in {**given, **there}.items() if name in needed}
+        ctx.saved_names = list(saved)
+        ctx.save_for_backward(*saved.values())
+        ctx.types = {name: one.dtype for name, one in given.items()}
+        ctx.results = {name: (one.shape, one.dtype, one.device) for name, one in outputs.items()}
         options = (keyword_only_inputs or {}).items()
         ctx.options = {name: value for name, value in options if name in shared}
-        fixed = [
-            tensor
-            for name, tensor in zip(forward.results, outputs)
-            if name not in upstream and tensor.is_floating_point()
-        ]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(
+            *[
+                one
+                for name, one in outputs.items()
+                if name not in upstream and one.is_floating_point()
+            ]
+        )
 
     def backwards(ctx, *incoming):
-        saved = list(ctx.saved_tensors)
-        tensors = {name: saved.pop(0) for name, is_given in zip(names, ctx.given) if is_given}
-        inputs = dict(tensors)
-        outputs = dict(zip(forward.results, saved))
-        tensors.update({name: one for name, one in outputs.items() if one.numel() or one.dim() > 1})
-        for (name, output), gradient in zip(outputs.items(), incoming):
-            if name in upstream:
-                argument = upstream[name]
-                if gradient is None and argument["required"]:
-                    gradient = torch.zeros_like(output)
-                if gradient is not None:
-                    tensors[argument["name"]] = gradient.contiguous()
+        tensors = dict(zip(ctx.saved_names, ctx.saved_tensors))
+        for name, gradient in zip(forward.results, incoming):
+            argument = upstream.get(name)
+            if argument is None:
+                continue
+            if gradient is None and argument["required"]:
+                shape, dtype, device = ctx.results[name]
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            if gradient is not None:
+                tensors[argument["name"]] = gradient.contiguous()
         given = [tensors.get(argument["name"]) for argument in backward.given]
         found = backward_operator(*given, **ctx.options)
         found = found if isinstance(found, tuple) else (found,)
-        results = []
-        for name in names:
-            tensor, number = inputs.get(name), gradients.get(name)
-            is_there = tensor is not None and number is not None
-            results.append(found[number].to(tensor.dtype) if is_there else None)
-        return tuple(results)
+
+        def of(name):
+            is_there = name in ctx.types and name in gradients
+            return found[gradients[name]].to(ctx.types[name]) if is_there else None
+
+        return tuple(of(name) for name in names)
 
     return setup, backwards
 
