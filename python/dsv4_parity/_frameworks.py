@@ -76,7 +76,7 @@ class Numpy:
             raise _dtype_error(name, array.dtype)
         if dtype == "bf16" and array.dtype.name == "bfloat16":
             self._bfloat16 = array.dtype
-        if is_written and not array.flags.writeable:
+        if is_written and not array.flags["W"]:
             raise ValueError(f"argument `{name}`: the array is read-only, and the call writes it")
         copy = array
         if not array.flags.c_contiguous:

@@ -55,6 +55,12 @@ fn recorder() -> Device {
 /// A tensor by name: its type, its sizes, and its bytes or its side.
 type Described<'py, T> = (String, String, Vec<usize>, T);
 
+/// What kernels of a case read.
+type Inputs<'py> = Vec<Described<'py, Bound<'py, PyBytes>>>;
+
+/// What a callable wrote, by name, and the inputs that it changed.
+type Returned = (BTreeMap<String, Vec<u8>>, Vec<String>);
+
 impl Callable {
     fn new(call: Py<PyAny>, replay: String) -> Self {
         let (case, returned, raised) = Default::default();
@@ -68,9 +74,9 @@ impl Callable {
         line: &str,
         inputs: &[(String, HostTensor)],
         expected: &[(&'static str, HostTensor, bool)],
-    ) -> PyResult<(BTreeMap<String, Vec<u8>>, Vec<String>)> {
+    ) -> PyResult<Returned> {
         Python::attach(|py| {
-            let given: Vec<Described<'_, Bound<'_, PyBytes>>> =
+            let given: Inputs<'_> =
                 inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
             let wanted: Vec<Described<'_, &str>> = expected
                 .iter()
@@ -245,7 +251,7 @@ fn diagnosis(record: &CaseRecord) -> String {
 pub fn tensors_of<'py>(
     py: Python<'py>,
     case: &str,
-) -> PyResult<(Vec<Described<'py, Bound<'py, PyBytes>>>, Vec<Described<'py, String>>)> {
+) -> PyResult<(Inputs<'py>, Vec<Described<'py, String>>)> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
     let prepared = registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
     let recorder = recorder();

@@ -1,9 +1,12 @@
 """The operators on numpy's arrays, by the emulator."""
 
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -181,7 +184,7 @@ def test_bad_input_is_an_error_that_names_argument_and_value(call, error, messag
 def test_a_read_only_array_is_not_written():
     x = drawn(3, 64)
     y = numpy.empty_like(x)
-    y.flags.writeable = False
+    y.setflags(write=False)
     with pytest.raises(ValueError, match="argument `y`: the array is read-only"):
         ops.rms_norm(x, out={"y": y})
 
@@ -205,6 +208,18 @@ def test_threads_call_at_once():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert found == [True] * 4
+
+
+def test_an_interrupt_ends_a_call_and_later_calls_are_as_before():
+    x, w = to_bf16(drawn(64, 2048)), to_bf16(drawn(2048, 2048))
+    ops.linear(x[:1, :64].copy(), w[:8, :64].copy())
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ops.linear(x, w)
+    assert time.monotonic() - begun < 5.0
+    numpy.testing.assert_allclose(ops.rms_norm(X).y, norm(X, 1.0)[0], rtol=2e-6)
 
 
 def test_a_docstring_has_sizes_types_and_the_section_of_the_specification():
