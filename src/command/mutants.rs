@@ -1,6 +1,5 @@
 //! `parity mutants`.
 
-use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -10,31 +9,27 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::process::this_program;
-use dsv4_runtime::{BackendKind, Device, DeviceOptions};
+use dsv4_runtime::{BackendKind, Device, DeviceOptions, Environment};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use super::{DeviceArguments, Exit, command_line, cores, output};
-use crate::judge::checks::CheckOptions;
 use crate::mutants::generated::{self, GeneratedMutant};
-use crate::mutants::matrix::cases::{self, KnownCase};
-use crate::mutants::matrix::equivalent::Equivalents;
 use crate::mutants::matrix::journal::Journal;
-use crate::mutants::matrix::plan::{self, Choice, Plan};
-use crate::mutants::matrix::schedule::{self, Schedule};
+use crate::mutants::matrix::plan::Choice;
+use crate::mutants::matrix::schedule::Schedule;
+use crate::mutants::matrix::session::{Judged, Options, Session, Shown, joined, with_kernels};
 use crate::mutants::matrix::tally::Tally;
-use crate::mutants::matrix::trial::{self, Subject, Trial};
-use crate::mutants::planted::{self, Mutant};
-use crate::operator::{AnyOperator, size};
-use crate::operators::registry;
+use crate::mutants::matrix::trial;
+use crate::operator::size;
 use crate::record::words::printable;
 use crate::record::{
-    KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, SCHEMA_VERSION, Skip,
-    Verdict,
+    Check, KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, Revision,
+    SCHEMA_VERSION,
 };
 use crate::report::{self, diff};
 use crate::sweep;
-use crate::sweep::regressions::{Regressions, fixtures_dir};
+use crate::sweep::regressions::Regressions;
 use crate::sweep::session::revision;
 
 /// A longer launch on the emulator has hung: the cases take milliseconds.
@@ -142,13 +137,41 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     if arguments.trial {
         return serve_trial(&device);
     }
-    let session = Session::prepare(arguments, device)?;
-    if session.cases_fail() {
+    run(arguments, device)
+}
+
+fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
+    let (start, started_unix) = (Instant::now(), unix_seconds());
+    let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
+    let shown = Terminal::of(arguments);
+    let session = Session::prepare(options(arguments)?, device, &shown)?;
+    let failing = session.failing_cases();
+    if !failing.is_empty() {
+        failing.iter().for_each(|record| {
+            errln!("without any mutant, {}", printable(&sweep::failure_text(record)))
+        });
         return Ok(Exit::Disagreed);
     }
     let trials = session.trials();
-    let fates = session.run(&trials)?;
-    session.conclude(&trials, fates)
+    let only = !arguments.only.is_empty();
+    let journal =
+        (!only).then(|| Journal::open(&folder(arguments), session.device(), arguments.resume));
+    let schedule = schedule(arguments, session.device());
+    let fates = session.run(&trials, &schedule, journal.transpose()?, &shown)?;
+    let (revision, environment) =
+        (revision(session.device()), session.device().environment().clone());
+    let judged = session.conclude(&trials, fates);
+    if only {
+        return told_of_each(arguments, &judged);
+    }
+    for (id, killers) in &judged.false_equivalents {
+        let killers = killers.iter().map(Check::as_str).collect::<Vec<_>>().join(", ");
+        errln!("not equivalent: {id} is killed by {killers}");
+    }
+    let passed = judged.false_equivalents.is_empty();
+    let times = (started_unix, start.elapsed().as_secs_f64());
+    let fresh = report_of(arguments, judged, (revision, environment), times)?;
+    conclude(arguments, target, fresh, passed)
 }
 
 /// Prints the generated mutants of some reports; the exit code is 1 where a report has too few
@@ -223,21 +246,6 @@ fn print_list(arguments: &MutantsArguments) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// The folder of planted mutants (the default one where none is given), and the mutants.
-pub(super) fn planted(dir: Option<&Path>) -> Result<(PathBuf, Vec<Mutant>)> {
-    let usual = || fixtures_dir().join("mutants");
-    let folder = dir.map_or_else(usual, Path::to_path_buf);
-    if dir.is_none() && !folder.is_dir() {
-        bail!(
-            "{}: no such folder. Planted mutants are part of a checkout of dsv4-parity: run the command in one, or set \
-             PARITY_FIXTURES to the checkout's fixtures",
-            folder.display()
-        );
-    }
-    let mutants = planted::load(&folder)?;
-    Ok((folder, mutants))
-}
-
 fn serve_trial(device: &Device) -> Result<Exit> {
     let mut input = String::new();
     std::io::stdin()
@@ -247,265 +255,169 @@ fn serve_trial(device: &Device) -> Result<Exit> {
     Ok(Exit::Agreed)
 }
 
-/// The operators of a list that have kernels to mutate; a chain has no own kernels.
-fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
-    let selected = registry::select(list)?;
-    let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
-    if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
-        let (name, of) = (chain.name(), chain.chain().join(","));
-        bail!(
-            "--ops {name}: it has no kernel of its own; the kernels that it launches are those of --ops {of}"
-        );
-    }
-    Ok(selected.into_iter().filter(|operator| !is_chain(&operator)).collect())
-}
-
-/// Everything that is known before the first mutant runs.
-struct Session<'a> {
-    arguments: &'a MutantsArguments,
-    device: Device,
-    operators: Vec<&'static AnyOperator>,
-    plans: Vec<Plan>,
-    known: Vec<Vec<KnownCase>>,
-    target: Option<Report>,
-    start: Instant,
-    started_unix: u64,
-}
-
-impl<'a> Session<'a> {
-    fn prepare(arguments: &'a MutantsArguments, device: Device) -> Result<Self> {
-        let start = Instant::now();
-        let started_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        let operators = with_kernels(arguments.ops.as_deref())?;
-        let names: Vec<&str> = operators.iter().map(|operator| operator.name()).collect();
-        let target =
-            arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
-        let (dir, all) = planted(arguments.mutants.as_deref())?;
-        let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
-            all.into_iter().partition(|mutant| names.contains(&mutant.operator.as_str()));
-        // An anchor that no longer matches is reported before minutes are spent.
-        for mutant in &planted {
-            mutant.plant(device.tree())?;
-        }
-        let equivalents = Equivalents::load(&dir)?;
-        let generated = plan::generate(device.tree(), &names, &equivalents)?;
-        refuse_unknown_ids(&arguments.only, &planted, &others, &generated)?;
-        let regressions = Regressions::new(
-            arguments.regressions.clone().unwrap_or_else(Regressions::default_dir),
-        );
-        // Planted mutants name their own cases.
-        let needs_cases = |name: &str| {
-            let ids = |mutants: &[GeneratedMutant]| {
-                mutants.iter().any(|mutant| arguments.only.contains(&mutant.id))
-            };
-            arguments.only.is_empty()
-                || generated.iter().any(|(operator, mutants)| operator == name && ids(mutants))
-        };
-        let known =
-            know_cases(arguments, &device, &operators, &regressions, &planted, needs_cases)?;
-        let choice = Choice {
-            sample: arguments.sample.filter(|_| arguments.only.is_empty()),
+fn options(arguments: &MutantsArguments) -> Result<Options> {
+    let only = !arguments.only.is_empty();
+    Ok(Options {
+        operators: with_kernels(arguments.ops.as_deref())?,
+        choice: Choice {
+            sample: arguments.sample.filter(|_| !only),
             seed: arguments.seed,
-            run_equivalents: arguments.check_equivalents || !arguments.only.is_empty(),
-        };
-        let mut plans = Vec::new();
-        for ((operator, (_, mutants)), known) in operators.iter().zip(generated).zip(&known) {
-            let environment = device.environment();
-            plans.push(plan::plan(
-                operator,
-                &planted,
-                mutants,
-                known,
-                &equivalents,
-                choice,
-                environment,
-            )?);
-        }
-        keep_only(&mut plans, &arguments.only);
-        Ok(Self { arguments, device, operators, plans, known, target, start, started_unix })
+            run_equivalents: arguments.check_equivalents || only,
+        },
+        only: arguments.only.clone(),
+        all_checks: arguments.all_checks,
+        schedules: arguments.schedules,
+        mutants: arguments.mutants.clone(),
+        regressions: Regressions::new(
+            arguments.regressions.clone().unwrap_or_else(Regressions::default_dir),
+        ),
+    })
+}
+
+fn schedule(arguments: &MutantsArguments, device: &Device) -> Schedule {
+    let backend = device.environment().backend;
+    let (name, memory) = (backend.to_string(), size::limit().number().to_string());
+    let child = ["mutants", "--trial", "--backend", &name, "--memory", &memory];
+    let mut child = child.map(str::to_owned).to_vec();
+    if let Some(kernels) = &arguments.device.kernels {
+        child.extend(["--kernels".to_owned(), kernels.display().to_string()]);
+    }
+    let at_a_time = if backend == BackendKind::Cuda { 1 } else { cores() };
+    Schedule {
+        program: this_program,
+        arguments: child,
+        jobs: arguments.jobs.unwrap_or(at_a_time),
+        time_budget: arguments.time_budget.map(Duration::from_secs),
+        patience: PATIENCE,
+    }
+}
+
+/// The folder of the journal and the report.
+fn folder(arguments: &MutantsArguments) -> PathBuf {
+    arguments.into.as_deref().map_or_else(|| arguments.out.clone(), folder_of)
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |passed| passed.as_secs())
+}
+
+/// Prints the records where ids were given, and which of these did not run.
+fn told_of_each(arguments: &MutantsArguments, judged: &Judged) -> Result<Exit> {
+    if arguments.json {
+        output::json(&judged.records)?;
+    }
+    let (left_out, why) = judged.left_out(&arguments.only);
+    left_out.iter().for_each(|id| errln!("{id} did not run: {}", printable(&why)));
+    let missed = judged.records.iter().any(|record| record.status != MutantStatus::Killed);
+    Ok(if missed || !left_out.is_empty() { Exit::Disagreed } else { Exit::Agreed })
+}
+
+fn report_of(
+    arguments: &MutantsArguments,
+    judged: Judged,
+    (revision, environment): (Revision, Environment),
+    (started_unix, seconds): (u64, f64),
+) -> Result<Report> {
+    let matrix = KillMatrixRecord {
+        floor: arguments.floor,
+        seed: arguments.seed,
+        sample: arguments.sample.map(|sample| sample as u64),
+        schedules: arguments.schedules,
+        all_checks: arguments.all_checks,
+        operators: judged.counts,
+    };
+    let operators = with_kernels(arguments.ops.as_deref())?;
+    Ok(Report {
+        schema_version: SCHEMA_VERSION,
+        command: command_line().join(" "),
+        started_unix,
+        seconds,
+        revision,
+        environment,
+        profile: "mutants".into(),
+        seed: arguments.seed,
+        schedules: arguments.schedules,
+        operators: operators.iter().map(|operator| operator.describe()).collect(),
+        cases: judged.cases,
+        mutants: judged.records,
+        kill_matrix: Some(matrix),
+        skips: judged.skips,
+        benchmarks: Vec::new(),
+        ceilings: None,
+        unsupported: Vec::new(),
+        unfinished: None,
+        saved: Vec::new(),
+        base: None,
+        shards: Vec::new(),
+    })
+}
+
+/// Writes the report, and says what it holds.
+fn conclude(
+    arguments: &MutantsArguments,
+    target: Option<Report>,
+    fresh: Report,
+    passed: bool,
+) -> Result<Exit> {
+    let out = folder(arguments);
+    let report = match target {
+        Some(target) => joined(target, fresh),
+        None => fresh,
+    };
+    report::write_all(&report, &out)
+        .with_context(|| format!("writing the report to {}", out.display()))?;
+    if arguments.json {
+        output::json(&as_json(&report, &out))?;
+    } else {
+        summarise(&report, &out);
+    }
+    let passed = passed && shortfalls(&report).next().is_none();
+    Ok(if passed { Exit::Agreed } else { Exit::Disagreed })
+}
+
+/// A bar for each stage; results that a reader wants above it.
+struct Terminal {
+    bar: Mutex<ProgressBar>,
+    json: bool,
+    /// Whether each result is printed, and not only of those that survive.
+    each: bool,
+}
+
+impl Terminal {
+    fn of(arguments: &MutantsArguments) -> Self {
+        let bar = Mutex::new(ProgressBar::hidden());
+        Self { bar, json: arguments.json, each: !arguments.only.is_empty() }
     }
 
-    /// Whether a case fails on the unmutated kernels: then killed mutants would mean nothing.
-    fn cases_fail(&self) -> bool {
-        let records = self.known.iter().flatten().map(|known| &known.record);
-        let failing: Vec<_> = records.filter(|record| record.verdict() != Verdict::Pass).collect();
-        failing.iter().for_each(|record| {
-            errln!("without any mutant, {}", printable(&sweep::failure_text(record)))
-        });
-        !failing.is_empty()
+    fn bar(&self) -> ProgressBar {
+        self.bar.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+}
+
+impl Shown for Terminal {
+    fn stage(&self, length: usize, name: &str) {
+        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = progress(length, name);
     }
 
-    /// The trials: planted mutants first, then generated ones, round-robin over the operators.
-    fn trials(&self) -> Vec<Trial> {
-        let all_checks = self.arguments.all_checks || !self.arguments.only.is_empty();
-        let trial = |subject: &Subject| Trial {
-            subject: subject.clone(),
-            schedules: self.schedules(),
-            all_checks,
-        };
-        let is_planted = |subject: &&Subject| matches!(subject, Subject::Planted(_));
-        let planted = self.plans.iter().flat_map(|plan| plan.subjects.iter().filter(is_planted));
-        let mut trials: Vec<Trial> = planted.map(trial).collect();
-        let mut generated: Vec<_> = self
-            .plans
-            .iter()
-            .map(|plan| plan.subjects.iter().filter(|one| !is_planted(one)))
-            .collect();
-        loop {
-            let round: Vec<Trial> =
-                generated.iter_mut().filter_map(Iterator::next).map(trial).collect();
-            if round.is_empty() {
-                return trials;
-            }
-            trials.extend(round);
+    fn step(&self) {
+        self.bar().inc(1);
+    }
+
+    fn stage_done(&self) {
+        self.bar().finish_and_clear();
+    }
+
+    fn judged(&self, record: &MutantRecord) {
+        let is_seen = matches!(record.status, MutantStatus::Killed | MutantStatus::Equivalent);
+        if (!is_seen || self.each) && !self.json {
+            self.bar().suspend(|| print_fate(record));
         }
     }
 
-    fn schedules(&self) -> u32 {
-        if self.device.environment().backend == BackendKind::Cuda {
-            0
-        } else {
-            self.arguments.schedules
+    fn resumed(&self, known: usize, all: usize) {
+        if !self.json {
+            detailln!("{known} of {all} mutants were judged before (--resume)");
         }
-    }
-
-    /// The result of each trial, from the journal or from a run now.
-    fn run(&self, trials: &[Trial]) -> Result<schedule::Fates> {
-        if !self.arguments.only.is_empty() {
-            return self.run_all(trials, None);
-        }
-        let mut journal = Journal::open(&self.folder(), &self.device, self.arguments.resume)?;
-        let mut fates =
-            trials.iter().map(|trial| journal.known(trial)).collect::<Result<schedule::Fates>>()?;
-        let is_left =
-            |(trial, fate): (&Trial, &Option<MutantRecord>)| fate.is_none().then(|| trial.clone());
-        let left: Vec<Trial> = trials.iter().zip(&fates).filter_map(is_left).collect();
-        if left.len() < trials.len() && !self.arguments.json {
-            detailln!(
-                "{} of {} mutants were judged before (--resume)",
-                trials.len() - left.len(),
-                trials.len()
-            );
-        }
-        let mut now = self.run_all(&left, Some(&mut journal))?.into_iter();
-        fates
-            .iter_mut()
-            .filter(|fate| fate.is_none())
-            .for_each(|fate| *fate = now.next().flatten());
-        Ok(fates)
-    }
-
-    fn run_all(&self, trials: &[Trial], journal: Option<&mut Journal>) -> Result<schedule::Fates> {
-        let on_gpu = self.device.environment().backend == BackendKind::Cuda;
-        let cores = cores();
-        let schedule = Schedule {
-            program: this_program,
-            arguments: self.child_arguments(),
-            jobs: self.arguments.jobs.unwrap_or(if on_gpu { 1 } else { cores }),
-            time_budget: self.arguments.time_budget.map(Duration::from_secs),
-            patience: PATIENCE,
-        };
-        let bar = progress(trials.len(), "mutants");
-        let journal = Mutex::new(journal);
-        let done = |trial: &Trial, record: &MutantRecord| {
-            if let Some(journal) = journal.lock().unwrap_or_else(|e| e.into_inner()).as_mut() {
-                journal.append(trial, record)?;
-            }
-            let is_seen = matches!(record.status, MutantStatus::Killed | MutantStatus::Equivalent);
-            let is_told = !is_seen || !self.arguments.only.is_empty();
-            if is_told && !self.arguments.json {
-                bar.suspend(|| print_fate(record));
-            }
-            bar.inc(1);
-            Ok(())
-        };
-        let fates = schedule::run(&schedule, trials, self.device.tree(), &done);
-        bar.finish_and_clear();
-        fates
-    }
-
-    /// The folder of the journal and the report.
-    fn folder(&self) -> PathBuf {
-        self.arguments.into.as_deref().map_or_else(|| self.arguments.out.clone(), folder_of)
-    }
-
-    fn child_arguments(&self) -> Vec<String> {
-        let backend = self.device.environment().backend.to_string();
-        let memory = size::limit().number().to_string();
-        let arguments = ["mutants", "--trial", "--backend", &backend, "--memory", &memory];
-        let mut arguments = arguments.map(str::to_owned).to_vec();
-        if let Some(kernels) = &self.arguments.device.kernels {
-            arguments.extend(["--kernels".to_owned(), kernels.display().to_string()]);
-        }
-        arguments
-    }
-
-    fn conclude(self, trials: &[Trial], fates: schedule::Fates) -> Result<Exit> {
-        let out = self.folder();
-        let mut plans = self.plans;
-        let mut records: Vec<MutantRecord> = Vec::new();
-        for (trial, fate) in trials.iter().zip(fates) {
-            match fate {
-                Some(record) => records.push(record),
-                None => count_not_run(&mut plans, &trial.subject),
-            }
-        }
-        records.extend(plans.iter().flat_map(|plan| plan.equivalent.iter().cloned()));
-        if !self.arguments.only.is_empty() {
-            if self.arguments.json {
-                output::json(&records)?;
-            }
-            let missed = records.iter().any(|record| record.status != MutantStatus::Killed);
-            let left_out = report_left_out(&self.arguments.only, &records, &plans);
-            return Ok(if missed || left_out { Exit::Disagreed } else { Exit::Agreed });
-        }
-        let false_equivalents = self.arguments.check_equivalents
-            && report_false_equivalents(&mut records, self.arguments)?;
-        let matrix = KillMatrixRecord {
-            floor: self.arguments.floor,
-            seed: self.arguments.seed,
-            sample: self.arguments.sample.map(|sample| sample as u64),
-            schedules: self.arguments.schedules,
-            all_checks: self.arguments.all_checks,
-            operators: plans.iter().filter_map(|plan| plan.counts.clone()).collect(),
-        };
-        let skips = plans.into_iter().flat_map(|plan| plan.skips).collect();
-        let fresh = Report {
-            schema_version: SCHEMA_VERSION,
-            command: command_line().join(" "),
-            started_unix: self.started_unix,
-            seconds: self.start.elapsed().as_secs_f64(),
-            revision: revision(&self.device),
-            environment: self.device.environment().clone(),
-            profile: "mutants".into(),
-            seed: self.arguments.seed,
-            schedules: self.arguments.schedules,
-            operators: self.operators.iter().map(|operator| operator.describe()).collect(),
-            cases: self.known.into_iter().flatten().map(|known| known.record).collect(),
-            benchmarks: Vec::new(),
-            ceilings: None,
-            mutants: records,
-            kill_matrix: Some(matrix),
-            skips,
-            unsupported: Vec::new(),
-            unfinished: None,
-            saved: Vec::new(),
-            base: None,
-            shards: Vec::new(),
-        };
-        let report = match self.target {
-            Some(target) => joined(target, fresh),
-            None => fresh,
-        };
-        report::write_all(&report, &out)
-            .with_context(|| format!("writing the report to {}", out.display()))?;
-        if self.arguments.json {
-            output::json(&as_json(&report, &out))?;
-        } else {
-            summarise(&report, &out);
-        }
-        let passed = shortfalls(&report).next().is_none() && !false_equivalents;
-        Ok(if passed { Exit::Agreed } else { Exit::Disagreed })
     }
 }
 
@@ -532,152 +444,6 @@ fn folder_of(path: &Path) -> PathBuf {
     } else {
         path.parent().map_or_else(PathBuf::new, Path::to_owned)
     }
-}
-
-/// `target` with the mutants of `fresh`, which replace those of the same operators.
-fn joined(target: Report, fresh: Report) -> Report {
-    let swept: BTreeSet<String> =
-        fresh.operators.iter().map(|operator| operator.name.clone()).collect();
-    let mut report = target;
-    report.mutants.retain(|mutant| !swept.contains(&mutant.operator));
-    report.mutants.extend(fresh.mutants);
-    let kept = report.kill_matrix.take().into_iter().flat_map(|matrix| matrix.operators);
-    let kept: Vec<_> = kept.filter(|entry| !swept.contains(&entry.operator)).collect();
-    report.kill_matrix = fresh.kill_matrix.map(|mut matrix| {
-        matrix.operators.splice(0..0, kept);
-        matrix
-    });
-    report.skips.retain(|skip| !skip.what.contains("mutants"));
-    report.skips.extend(fresh.skips);
-    report
-}
-
-/// Every operator's cases, run on the unmutated kernels.
-fn know_cases(
-    arguments: &MutantsArguments,
-    device: &Device,
-    operators: &[&'static crate::operator::AnyOperator],
-    regressions: &Regressions,
-    planted: &[Mutant],
-    needs_cases: impl Fn(&str) -> bool,
-) -> Result<Vec<Vec<KnownCase>>> {
-    let on_gpu = device.environment().backend == BackendKind::Cuda;
-    let schedules = if on_gpu { 0 } else { arguments.schedules };
-    let options = CheckOptions::of_kernels(schedules);
-    let mut known = Vec::new();
-    for operator in operators {
-        if !needs_cases(operator.name()) {
-            known.push(Vec::new());
-            continue;
-        }
-        let mut collected = cases::collect(operator, regressions, planted)?;
-        collected.retain(|(case, _)| operator.cannot_run(case, device.environment()).is_none());
-        let bar = progress(collected.len(), operator.name());
-        let run = |(case, origin)| {
-            let one = cases::know(case, origin, device, options);
-            bar.inc(1);
-            one
-        };
-        known.push(collected.into_iter().map(run).collect());
-        bar.finish_and_clear();
-    }
-    Ok(known)
-}
-
-/// Rejects unknown ids before minutes are spent.
-fn refuse_unknown_ids(
-    only: &[String],
-    planted: &[Mutant],
-    others: &[Mutant],
-    generated: &[(String, Vec<GeneratedMutant>)],
-) -> Result<()> {
-    let generated = generated.iter().flat_map(|(_, mutants)| mutants).map(|mutant| &mutant.id);
-    let known: BTreeSet<&String> =
-        planted.iter().map(|mutant| &mutant.id).chain(generated).collect();
-    match only.iter().find(|id| !known.contains(id)) {
-        Some(id) => {
-            if let Some(Mutant { operator, .. }) = others.iter().find(|mutant| mutant.id == *id) {
-                let why = "which is a chain without kernels of its own or not among --ops";
-                bail!(
-                    "--only {id}: it is planted for {operator}, {why}; the test mutant::{id} runs it"
-                )
-            }
-            // An id's hash follows the text of its line. After an edit of the line the user looks
-            // for the new ids.
-            let stem = id.rsplit_once(':').map_or(id.as_str(), |(stem, _)| stem);
-            let near: Vec<_> = known
-                .iter()
-                .filter(|known| known.starts_with(stem))
-                .take(8)
-                .map(|id| id.as_str())
-                .collect();
-            let hint = if near.is_empty() {
-                String::new()
-            } else {
-                format!("; there is {}", near.join(", "))
-            };
-            bail!("--only {id}: no such mutant{hint}")
-        }
-        None => Ok(()),
-    }
-}
-
-/// Reports which of the requested mutants did not run, and why; returns whether any did not.
-fn report_left_out(only: &[String], records: &[MutantRecord], plans: &[Plan]) -> bool {
-    let reasons: BTreeSet<&str> =
-        plans.iter().flat_map(|plan| &plan.skips).map(|skip| skip.why.as_str()).collect();
-    let reasons = Vec::from_iter(reasons).join("; ");
-    let left_out: Vec<_> =
-        only.iter().filter(|id| records.iter().all(|record| record.id != **id)).collect();
-    left_out.iter().for_each(|id| errln!("{id} did not run: {}", printable(&reasons)));
-    !left_out.is_empty()
-}
-
-/// Keeps only the mutants with the given ids, if ids are given.
-fn keep_only(plans: &mut [Plan], only: &[String]) {
-    if !only.is_empty() {
-        let is_wanted = |subject: &Subject| only.iter().any(|id| id == subject.id());
-        plans.iter_mut().for_each(|plan| plan.subjects.retain(is_wanted));
-    }
-}
-
-fn count_not_run(plans: &mut [Plan], subject: &Subject) {
-    let (operator, kind) = match subject {
-        Subject::Planted(mutant) => (&mutant.operator, "planted"),
-        Subject::Generated(mutant, _) => (&mutant.operator, "generated"),
-    };
-    let concerned = plans
-        .iter_mut()
-        .find(|plan| plan.counts.as_ref().is_some_and(|counts| counts.operator == *operator));
-    let Some(plan) = concerned else { return };
-    if let (Some(counts), "generated") = (&mut plan.counts, kind) {
-        counts.not_run += 1;
-    }
-    let what = format!("{kind} mutants of {operator}");
-    Skip::count(&mut plan.skips, what, OUT_OF_TIME);
-}
-
-const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
-
-/// Reports the mutants that are listed as equivalent but were killed. The records of the others get
-/// the reason of the list.
-fn report_false_equivalents(
-    records: &mut [MutantRecord],
-    arguments: &MutantsArguments,
-) -> Result<bool> {
-    let equivalents = Equivalents::load(&planted(arguments.mutants.as_deref())?.0)?;
-    let mut found = false;
-    for record in records {
-        let Some(reason) = equivalents.reason(&record.id) else { continue };
-        match record.status {
-            MutantStatus::Killed => {
-                errln!("not equivalent: {} is killed by {}", record.id, record.killers());
-                found = true;
-            }
-            _ => (record.status, record.reason) = (MutantStatus::Equivalent, reason.to_owned()),
-        }
-    }
-    Ok(found)
 }
 
 fn progress(length: usize, message: &str) -> ProgressBar {

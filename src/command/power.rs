@@ -16,6 +16,7 @@ use crate::case::Case;
 use crate::judge::checks::CheckOptions;
 use crate::judge::power::fails;
 use crate::judge::truth::Truth;
+use crate::mutants::matrix::session::planted;
 use crate::mutants::planted::Mutant;
 use crate::operator::WORKING_RUNS;
 use crate::operator::{
@@ -233,7 +234,7 @@ struct Bugs {
 
 impl Bugs {
     fn plant(ids: &[String], device: &Device) -> Result<Self> {
-        let known = if ids.is_empty() { Vec::new() } else { super::mutants::planted(None)?.1 };
+        let known = if ids.is_empty() { Vec::new() } else { planted(None)?.1 };
         let plant = |id: &String| {
             let mutant = known.iter().find(|mutant| mutant.id == *id);
             let mutant =

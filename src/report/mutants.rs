@@ -168,7 +168,7 @@ fn change(mutant: &MutantRecord) -> Markup {
 /// matrix.
 fn columns<'a>(mutants: &[&'a MutantRecord]) -> Vec<&'a str> {
     let mut columns: Vec<&str> =
-        mutants.iter().flat_map(|mutant| &mutant.killed_by).map(|check| column(check)).collect();
+        mutants.iter().flat_map(|mutant| &mutant.killed_by).map(column).collect();
     columns.sort_by_key(|&name| (place_of(name), name));
     columns.dedup();
     columns

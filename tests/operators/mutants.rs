@@ -102,7 +102,7 @@ fn run(mutant: &Mutant) -> Result<String, String> {
 /// buffer, or a store to an input. Such a fault ends the run before the expected check compares its result.
 fn is_seen_by_its_cause(record: &MutantRecord) -> bool {
     let causes = ["nothing orders the two (a race)", "accessed `", "which is an input"];
-    record.killed_by.iter().any(|check| *check == Check::Launch)
+    record.killed_by.contains(&Check::Launch)
         && causes.iter().any(|cause| record.reason.contains(cause))
 }
 

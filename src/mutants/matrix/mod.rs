@@ -15,6 +15,7 @@
 //! | `trial` | one mutant on its cases |
 //! | `journal` | the result of each mutant so far, for `--resume` |
 //! | `schedule` | many trials in child processes, a time budget |
+//! | `session` | the whole run, from what is asked for to what it leaves |
 //! | `tally` | killed, survived, kill rates |
 
 pub mod cases;
@@ -22,5 +23,6 @@ pub mod equivalent;
 pub mod journal;
 pub mod plan;
 pub mod schedule;
+pub mod session;
 pub mod tally;
 pub mod trial;

@@ -371,8 +371,9 @@ impl Side {
             self.product;
         let [dx, dw, dy] = gradients;
         let weights = v.only(&[w, w_codes, w_scales, dw, "workspace"]);
-        let rows = [x, codes, scales, y, dx, dy].into_iter().filter(|name| v.get(name).is_some());
-        rows.fold(Ok(weights), |views, name| Ok(views?.with(name, &self.rows(name, v)?)))
+        let names = [x, codes, scales, y, dx, dy];
+        let mut rows = names.into_iter().filter(|name| v.get(name).is_some());
+        rows.try_fold(weights, |views, name| Ok(views.with(name, &self.rows(name, v)?)))
     }
 
     fn normed(
