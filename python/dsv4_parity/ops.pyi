@@ -2787,6 +2787,120 @@ def lm_head(
     """
     ...
 
+class MtpInputResult(NamedTuple):
+    e: Tensor
+    e_rstd: Tensor
+    e_y: Tensor
+    hh: Tensor
+    h_rstd: Tensor
+    h_y: Tensor
+    out: Tensor
+
+def mtp_input(
+    embedding: Tensor,
+    streams: Tensor,
+    enorm: Tensor,
+    hnorm: Tensor,
+    tokens_of_streams: Tensor,
+    e_proj: Tensor | None = None,
+    h_proj: Tensor | None = None,
+    e_proj_codes: Tensor | None = None,
+    e_proj_scales: Tensor | None = None,
+    h_proj_codes: Tensor | None = None,
+    h_proj_scales: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    out: Any = None,
+) -> MtpInputResult:
+    """The streams of the MTP module: norms and projections of the streams and of the next token's embedding.
+
+    Specification: inference 3, inference 5.2, inference 12.2.
+
+    Args:
+        embedding: [num_tokens, hidden_size] bf16.
+        streams: [num_tokens, stream, hidden_size] bf16.
+        enorm: [hidden_size] f32.
+        hnorm: [hidden_size] f32.
+        tokens_of_streams: [num_slots, of_stream] i32.
+        e_proj: [out_features, hidden_size] bf16; may be absent.
+        h_proj: [out_features, hidden_size] bf16; may be absent.
+        e_proj_codes: [out_features, hidden_size] u8; may be absent.
+        e_proj_scales: [out_blocks, hidden_blocks] u8; may be absent.
+        h_proj_codes: [out_features, hidden_size] u8; may be absent.
+        h_proj_scales: [out_blocks, hidden_blocks] u8; may be absent.
+        eps: a number; the model's is 1e-06.
+        out: Results to write, as this returns them.
+
+    Returns:
+        e: [num_tokens, hidden_size] bf16, as the forward wrote it.
+        e_rstd: [num_tokens] f32, as the forward wrote it.
+        e_y: [num_tokens, out_features] bf16, as the forward wrote it.
+        hh: [num_tokens, stream, hidden_size] bf16, as the forward wrote it.
+        h_rstd: [num_tokens, stream] f32, as the forward wrote it.
+        h_y: [num_tokens, stream, out_features] bf16, as the forward wrote it.
+        out: [num_tokens, stream, out_features] bf16, as the forward wrote it.
+    """
+    ...
+
+class MtpInputBackwardResult(NamedTuple):
+    de_y: Tensor
+    de_proj: Tensor
+    de: Tensor
+    denorm: Tensor
+    dembedding: Tensor
+    dh_proj: Tensor
+    dhh: Tensor
+    dhnorm: Tensor
+    dstreams: Tensor
+
+def mtp_input_backward(
+    embedding: Tensor,
+    streams: Tensor,
+    enorm: Tensor,
+    hnorm: Tensor,
+    e_proj: Tensor,
+    h_proj: Tensor,
+    streams_of_tokens: Tensor,
+    e: Tensor,
+    e_rstd: Tensor,
+    hh: Tensor,
+    h_rstd: Tensor,
+    dout: Tensor,
+    *,
+    out: Any = None,
+) -> MtpInputBackwardResult:
+    """Gradients of `mtp_input`: The streams of the MTP module: norms and projections of the streams and of the next token's embedding.
+
+    Specification: inference 3, inference 5.2, inference 12.2.
+
+    Args:
+        embedding: [num_tokens, hidden_size] bf16.
+        streams: [num_tokens, stream, hidden_size] bf16.
+        enorm: [hidden_size] f32.
+        hnorm: [hidden_size] f32.
+        e_proj: [out_features, hidden_size] bf16.
+        h_proj: [out_features, hidden_size] bf16.
+        streams_of_tokens: [num_sums, stream] i32.
+        e: [num_tokens, hidden_size] bf16, as the forward wrote it.
+        e_rstd: [num_tokens] f32, as the forward wrote it.
+        hh: [num_tokens, stream, hidden_size] bf16, as the forward wrote it.
+        h_rstd: [num_tokens, stream] f32, as the forward wrote it.
+        dout: [num_tokens, stream, out_features] bf16, the gradient of `out`.
+        out: Results to write, as this returns them.
+
+    Returns:
+        de_y: [num_tokens, out_features] bf16, the gradient of `e_y`.
+        de_proj: [out_features, hidden_size] f32, the gradient of `e_proj`.
+        de: [num_tokens, hidden_size] bf16, the gradient of `e`.
+        denorm: [hidden_size] f32, the gradient of `enorm`.
+        dembedding: [num_tokens, hidden_size] bf16, the gradient of `embedding`.
+        dh_proj: [out_features, hidden_size] f32, the gradient of `h_proj`.
+        dhh: [num_tokens, stream, hidden_size] bf16, the gradient of `hh`.
+        dhnorm: [hidden_size] f32, the gradient of `hnorm`.
+        dstreams: [num_tokens, stream, hidden_size] bf16, the gradient of `streams`.
+    """
+    ...
+
 def sampler(
     logits: Tensor,
     temperature: Tensor,
@@ -2887,7 +3001,7 @@ def indexer_recompute(
     sm_scale: float = 0.08838835,
     out: Any = None,
 ) -> Tensor:
-    """The indexer's logits of the keys that each token's list names, computed anew for its loss.
+    """The indexer's logits of the keys that each token's list names, computed again for its loss.
 
     Specification: training 1, training 6.
 
