@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// What a check asks. In records, reports and lists of mutants it is written as its
-/// [name](Check::name).
+/// [name](Check::as_str).
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Check {
     /// `launch`: the kernels ran to their end.
