@@ -370,6 +370,13 @@ impl Worker {
         Self(command.spawn().expect("the binary runs"))
     }
 
+    /// It runs no further, and is not at its end when another run looks.
+    fn pause(&self) {
+        let id = self.0.id().to_string();
+        let status = Command::new("kill").args(["-STOP", &id]).status().expect("kill runs");
+        assert!(status.success(), "the worker had finished before it was paused");
+    }
+
     /// SIGKILL, which a process cannot catch.
     fn kill(&mut self) {
         self.0.kill().expect("the worker is killed");
@@ -409,6 +416,7 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
     // The first --resume starts the run: a job array always passes it.
     let mut worker = Worker::start(&run_arguments(dir.path(), "out", &resume));
     wait_for_lines(&records, 3, Duration::from_secs(30));
+    worker.pause();
     run(dir.path(), "out", &resume).assert_bad_input(&["another run is writing"]);
     worker.kill();
 
