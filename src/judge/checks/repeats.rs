@@ -23,8 +23,22 @@ pub(super) fn repeat_checks(
 ) {
     // The same kernels on the same data have the races that the first run had.
     runner.watch_races(false);
-    let again = Again { prepared, runner, truth, first, budgets };
-    again.run(outcome);
+    let again = |contract, outcome: &mut Outcome| {
+        launch(prepared, runner, truth, contract, Check::Launch, outcome)
+    };
+    if let Some(second) = again(Contract::NAN, outcome) {
+        same_results(Check::Repeatable, runner, first, &second, budgets, outcome);
+    }
+    let blind = [Check::PoisonIndependent, Check::FullyWritten]
+        .map(|check| outcome.is_blind(runner, &check, 1));
+    if blind != [true; 2]
+        && let Some(other) = again(Contract::HUGE, outcome)
+    {
+        memory_checks(runner, &other, outcome);
+        same_results(Check::PoisonIndependent, runner, first, &other, budgets, outcome);
+        fully_written(first, &other, outcome);
+    }
+    runner.watch_races(true);
     if options.sequence {
         sequence_check(prepared, runner, first, budgets, outcome);
     } else {
@@ -34,7 +48,6 @@ pub(super) fn repeat_checks(
             1,
         );
     }
-    runner.watch_races(true);
     let schedules = u64::from(options.schedules);
     if schedules > 0 && outcome.is_blind(runner, &Check::ScheduleIndependent, schedules) {
         return;
@@ -42,47 +55,12 @@ pub(super) fn repeat_checks(
     for schedule in 1..=schedules {
         let before = outcome.checks.len();
         runner.set_schedule_seed(Some(schedule));
-        let run = launch(prepared, runner, truth, Contract::NAN, Check::Launch, outcome);
+        let run = again(Contract::NAN, outcome);
         runner.set_schedule_seed(None);
         if let Some(run) = run {
             same_results(Check::ScheduleIndependent, runner, first, &run, budgets, outcome);
         }
         outcome.name_run(before, &format!("under schedule {schedule}"));
-    }
-}
-
-/// The case again, on the same data.
-struct Again<'a> {
-    prepared: &'a dyn PreparedCase,
-    runner: &'a dyn Runner,
-    truth: &'a Truth,
-    first: &'a KernelRun,
-    budgets: &'a [(&'a OracleTensor, Budget)],
-}
-
-impl Again<'_> {
-    /// The same way, and under another poison.
-    fn run(&self, outcome: &mut Outcome) {
-        if let Some(second) = self.launched(Contract::NAN, outcome) {
-            self.same(Check::Repeatable, &second, outcome);
-        }
-        let blind = [Check::PoisonIndependent, Check::FullyWritten]
-            .map(|check| outcome.is_blind(self.runner, &check, 1));
-        if blind == [true; 2] {
-            return;
-        }
-        let Some(other) = self.launched(Contract::HUGE, outcome) else { return };
-        memory_checks(self.runner, &other, outcome);
-        self.same(Check::PoisonIndependent, &other, outcome);
-        fully_written(self.first, &other, outcome);
-    }
-
-    fn launched(&self, contract: Contract, outcome: &mut Outcome) -> Option<KernelRun> {
-        launch(self.prepared, self.runner, self.truth, contract, Check::Launch, outcome)
-    }
-
-    fn same(&self, check: Check, run: &KernelRun, outcome: &mut Outcome) {
-        same_results(check, self.runner, self.first, run, self.budgets, outcome);
     }
 }
 
