@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use dsv4_parity::calls::observed::hopper;
 use dsv4_parity::case::Case;
+use dsv4_parity::external::{Recorded, recorded};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::truth::Truth;
@@ -14,16 +15,13 @@ use dsv4_parity::record::{CaseRecord, Check, Origin, Verdict};
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep;
 use dsv4_runtime::arena::{Violation, ViolationKind};
-use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor, Placement};
+use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde_json::json;
 
 use crate::errors;
-
-/// Outputs start as zeros, which an operator can read safely.
-const RECORDING: Contract = Contract { poison: 0, placement: Placement::FlushBack };
 
 /// Findings of a failing case that the diagnosis shows.
 const FINDINGS: usize = 3;
@@ -99,17 +97,6 @@ fn described<'py>(
     (name.to_owned(), tensor.dtype.to_string(), tensor.shape.clone(), bytes)
 }
 
-/// The tensors that kernels of a case read. A backward may read a copy of an input that a forward
-/// overwrites; for a callable both are one tensor.
-fn read_of(recorder: &Device) -> Vec<(String, HostTensor)> {
-    let mut inputs = recorder.take_recorded();
-    let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
-    inputs.retain(|(name, tensor)| {
-        name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)
-    });
-    inputs
-}
-
 impl Runner for Callable {
     fn begin(&self, case: &Case) {
         self.case.replace(Some(case.clone()));
@@ -124,18 +111,16 @@ impl Runner for Callable {
         if self.raised.borrow().is_some() {
             return Err(RunError::error("the callable raised an exception"));
         }
-        let run = prepared.kernel(&self.recorder, RECORDING)?;
-        let inputs = read_of(&self.recorder);
+        let Recorded { inputs, outputs: mut tensors } = recorded(prepared, &self.recorder)?;
         let is_gradient = |name: &str| {
             exact.iter().any(|exact| exact.name == name && exact.side == Side::Gradient)
         };
-        let expected: Vec<_> = run
-            .tensors
+        let expected: Vec<_> = tensors
             .iter()
             .map(|output| (output.name, output.tensor.clone(), is_gradient(output.name)))
             .collect();
         let case = prepared.case().or_else(|| self.case.borrow().clone());
-        let case = case.ok_or_else(|| RunError::error("nobody said which case this is"))?;
+        let case = case.ok_or_else(|| RunError::error("it is not known which case this is"))?;
         let called = self.called(&case.line(), &inputs, &expected);
         let (mut written, changed) = called.map_err(|error| {
             let message = error.to_string();
@@ -143,7 +128,6 @@ impl Runner for Callable {
             RunError::error(message)
         })?;
         self.returned.replace(Some(written.keys().cloned().collect()));
-        let mut tensors = run.tensors;
         tensors.retain_mut(|output| match written.remove(output.name) {
             Some(bytes) => {
                 output.tensor.bytes = bytes;
@@ -254,12 +238,9 @@ pub fn tensors_of<'py>(
 ) -> PyResult<(Inputs<'py>, Vec<Described<'py, String>>)> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
     let prepared = registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
-    let recorder = recorder();
-    let run = prepared.kernel(&recorder, RECORDING);
-    let run = run.map_err(|error| errors::of_runtime(&error))?;
-    let inputs = read_of(&recorder);
-    let inputs = inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
-    let outputs = run.tensors.into_iter().map(|output| {
+    let recorded = recorded(&*prepared, &recorder()).map_err(|error| errors::of_runtime(&error))?;
+    let inputs = recorded.inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
+    let outputs = recorded.outputs.into_iter().map(|output| {
         let (dtype, shape) = (output.tensor.dtype.to_string(), output.tensor.shape);
         (output.name.to_owned(), dtype, shape, String::new())
     });
@@ -274,14 +255,13 @@ pub fn tolerances(py: Python<'_>, case: &str) -> PyResult<String> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
     py.detach(|| {
         let prepared = registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
-        let recorder = recorder();
-        let run = prepared.kernel(&recorder, RECORDING);
-        let run = run.map_err(|error| errors::of_runtime(&error))?;
+        let recorded = recorded(&*prepared, &recorder());
+        let outputs = recorded.map_err(|error| errors::of_runtime(&error))?.outputs;
         let truth = Truth::of(&*prepared, Arithmetic::default());
         let truth = truth.map_err(|error| errors::of_case(&error))?;
         let mut found = BTreeMap::new();
         for (index, exact) in truth.exact.iter().enumerate() {
-            let output = run.tensors.iter().find(|output| output.name == exact.name);
+            let output = outputs.iter().find(|output| output.name == exact.name);
             let Some(output) = output else { continue };
             let held = truth.held(index, output).map_err(PyValueError::new_err)?;
             found.insert(exact.name, tolerance(&exact.values, &held.budget.allowed));

@@ -49,6 +49,7 @@ use dsv4_runtime::files::read_regular;
 use dsv4_runtime::supervisor::temporary_folder;
 use dsv4_runtime::{
     BackendKind, Contract, DType, Device, Environment, HostTensor, NamedTensors, Placement,
+    RuntimeError,
 };
 use serde::{Deserialize, Serialize};
 
@@ -185,9 +186,8 @@ impl External {
             if unmet.is_empty() {
                 return Ok(());
             }
-            let recorded = self
-                .record(&*registry::prepare(case)?)
-                .map_err(|e| CaseError::Malformed(e.message))?;
+            let recorded = recorded(&*registry::prepare(case)?, &self.recorder)
+                .map_err(|e| CaseError::Malformed(RunError::from(e).message))?;
             let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
             for (name, tensor) in
                 recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs)
@@ -214,19 +214,6 @@ impl External {
     /// That it does not, with its last output.
     pub fn still_runs(&self) -> Result<(), RunError> {
         self.call.borrow_mut().still_runs()
-    }
-
-    /// What our kernel would read and write.
-    fn record(&self, prepared: &dyn PreparedCase) -> Result<Recorded, RunError> {
-        let run = prepared.kernel(&self.recorder, RECORDING);
-        let mut inputs = self.recorder.take_recorded();
-        // Our backward may read a copy of an input that our forward overwrites; for external
-        // kernels both are one tensor.
-        let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
-        inputs.retain(|(name, tensor)| {
-            name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)
-        });
-        Ok(Recorded { inputs, outputs: run?.tensors })
     }
 
     /// The time that the kernel reported, with ours of the same case.
@@ -288,9 +275,27 @@ impl Folder {
 }
 
 /// What our kernel would read and write.
-struct Recorded {
-    inputs: NamedTensors,
-    outputs: Vec<KernelTensor>,
+pub struct Recorded {
+    /// The inputs, by the operator's names.
+    pub inputs: NamedTensors,
+    /// The outputs, whose values are zeros.
+    pub outputs: Vec<KernelTensor>,
+}
+
+/// Runs a case on a device that launches nothing and records ([`Device::recording`]).
+///
+/// # Errors
+/// The launcher's. What it recorded until then is gone, too.
+pub fn recorded(prepared: &dyn PreparedCase, recorder: &Device) -> Result<Recorded, RuntimeError> {
+    let run = prepared.kernel(recorder, RECORDING);
+    let mut inputs = recorder.take_recorded();
+    // Our backward may read a copy of an input that our forward overwrites; for external kernels
+    // both are one tensor.
+    let all: BTreeMap<_, _> = inputs.iter().cloned().collect();
+    inputs.retain(|(name, tensor)| {
+        name.strip_prefix("saved_").and_then(|of| all.get(of)) != Some(tensor)
+    });
+    Ok(Recorded { inputs, outputs: run?.tensors })
 }
 
 fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), RunError> {
@@ -320,7 +325,7 @@ impl Runner for External {
         _contract: Contract,
     ) -> Result<KernelRun, RunError> {
         let adapter = &self.options.adapter;
-        let Recorded { inputs, mut outputs } = self.record(prepared)?;
+        let Recorded { inputs, mut outputs } = recorded(prepared, &self.recorder)?;
         let side = |name: &str| exact.iter().find(|exact| exact.name == name);
         outputs.retain(|output| {
             side(output.name).is_none_or(|exact| self.leaves_out(exact).is_none())
@@ -350,7 +355,7 @@ impl Runner for External {
         let folder = self.folder()?;
         let time = self.asks_time.take();
         let case = prepared.case().or_else(|| self.case.borrow().clone());
-        let case = case.ok_or_else(|| RunError::error("nobody said which case this is"))?;
+        let case = case.ok_or_else(|| RunError::error("it is not known which case this is"))?;
         let input_bytes = wire::to_bytes(&given).map_err(RunError::error)?;
         write(folder.path(), CASE, &to_json(&case)?)?;
         write(folder.path(), INPUTS, &input_bytes)?;
