@@ -357,6 +357,11 @@ impl<'r> Launches<'r> {
         self.paths.extend(ran.into().0);
     }
 
+    /// Records paths of a backward, which are named as such.
+    pub fn ran_backward(&mut self, ran: impl IntoIterator<Item = &'static str>) {
+        self.paths.extend(ran.into_iter().map(|path| format!("backward {path}")));
+    }
+
     /// Declares that what was written to `view` so far is final. It is compared as it is now. A
     /// later launch that changes it is detected.
     ///

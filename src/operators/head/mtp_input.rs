@@ -284,7 +284,7 @@ impl Operator for MtpInput {
         for side in [&OF_EMBEDDING, &OF_STREAMS] {
             ran.extend(side.backward(v, run)?);
         }
-        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        run.ran_backward(ran);
         Ok(())
     }
 

@@ -436,7 +436,7 @@ impl Operator for KvProjection {
         ran.extend(rms_norm::backward(device, &norm.renamed(&names))?);
         run.freeze(&v["dkv_a"])?;
         ran.extend(PRODUCT.backward(v, device)?);
-        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        run.ran_backward(ran);
         Ok(())
     }
 

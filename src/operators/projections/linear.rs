@@ -724,7 +724,7 @@ impl Operator for Linear {
             true => launcher::grouped_backward(device, &own, c.products())?,
             false => launcher::backward(device, &own, c.products())?,
         };
-        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        run.ran_backward(ran);
         Ok(())
     }
 

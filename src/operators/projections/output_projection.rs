@@ -446,7 +446,7 @@ impl Operator for OutputProjection {
         let rotation =
             v.only(&["dattn_out", "cos", "sin", "positions"]).renamed(&[("dattn_out", "y")]);
         ran.push(rope::backward(run.device(), &rotation.with("x", &drotated), true)?);
-        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        run.ran_backward(ran);
         Ok(())
     }
 

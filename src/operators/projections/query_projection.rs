@@ -410,7 +410,7 @@ impl Operator for QueryProjection {
         ran.extend(rms_norm::backward(device, &norm.renamed(&names))?);
         run.freeze(&v["dq_a"])?;
         ran.extend(FIRST.backward(v, device)?);
-        run.ran(ran.into_iter().map(|path| format!("backward {path}")).collect::<Vec<_>>());
+        run.ran_backward(ran);
         Ok(())
     }
 
