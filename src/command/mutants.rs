@@ -170,7 +170,7 @@ fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
     }
     let passed = judged.false_equivalents.is_empty();
     let times = (started_unix, start.elapsed().as_secs_f64());
-    let fresh = report_of(arguments, judged, (revision, environment), times)?;
+    let fresh = report_of(arguments, judged, (revision, environment), times);
     conclude(arguments, target, fresh, passed)
 }
 
@@ -317,7 +317,7 @@ fn report_of(
     judged: Judged,
     (revision, environment): (Revision, Environment),
     (started_unix, seconds): (u64, f64),
-) -> Result<Report> {
+) -> Report {
     let matrix = KillMatrixRecord {
         floor: arguments.floor,
         seed: arguments.seed,
@@ -326,8 +326,7 @@ fn report_of(
         all_checks: arguments.all_checks,
         operators: judged.counts,
     };
-    let operators = with_kernels(arguments.ops.as_deref())?;
-    Ok(Report {
+    Report {
         schema_version: SCHEMA_VERSION,
         command: command_line().join(" "),
         started_unix,
@@ -337,7 +336,7 @@ fn report_of(
         profile: "mutants".into(),
         seed: arguments.seed,
         schedules: arguments.schedules,
-        operators: operators.iter().map(|operator| operator.describe()).collect(),
+        operators: judged.operators,
         cases: judged.cases,
         mutants: judged.records,
         kill_matrix: Some(matrix),
@@ -349,7 +348,7 @@ fn report_of(
         saved: Vec::new(),
         base: None,
         shards: Vec::new(),
-    })
+    }
 }
 
 /// Writes the report, and says what it holds.

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use dsv4_parity::calls::observed::hopper;
 use dsv4_parity::case::Case;
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
@@ -12,19 +13,6 @@ use dsv4_runtime::{BackendKind, Contract, Device, Environment};
 use rayon::prelude::*;
 
 use crate::support;
-
-/// An H200; an H100 differs only in its memory.
-fn hopper() -> Environment {
-    Environment {
-        backend: BackendKind::Cuda,
-        device: "a Hopper GPU".into(),
-        driver: String::new(),
-        compiler: String::new(),
-        target: "sm_90a".into(),
-        processors: 132,
-        shared_bytes_per_block: 232448,
-    }
-}
 
 /// The paths that a case's launchers take there; none for a case that a sweep skips there.
 fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String> {

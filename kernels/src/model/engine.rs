@@ -4,7 +4,7 @@
 use dsv4_runtime::{DType, Device, RuntimeError, TensorView, Views};
 use thiserror::Error;
 
-use crate::cache::cache_layout::{CacheConfig, CacheLayout, LayerKind, LayoutError};
+use crate::cache::cache_layout::{CacheConfig, CacheLayout, LayoutError};
 use crate::cache::cache_manager::{CacheError, CacheManager, Capacity, SequenceId};
 use crate::cache::indexer_cache_write;
 use crate::formats::hadamard::Stored;
@@ -322,8 +322,8 @@ impl<'d> Model<'d> {
             current: 0,
         };
         step.upload()?;
-        let kinds: Vec<LayerKind> = self.config.layers.clone();
-        step.main_layers(&kinds, &self.weights.shared["embed"], &self.weights.layers)?;
+        let kinds = &self.config.layers;
+        step.main_layers(kinds, &self.weights.shared["embed"], &self.weights.layers)?;
         Ok(batch)
     }
 

@@ -93,6 +93,6 @@ mod tests {
         }
         let plain = frequencies(10_000.0, 64, None);
         assert_eq!((plain[0], plain.len()), (1.0, 32));
-        assert!((f64::from(plain[16]) - 1e-2).abs() < 1e-9);
+        assert_eq!(plain[16], 1e-2);
     }
 }

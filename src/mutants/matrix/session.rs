@@ -20,7 +20,8 @@ use crate::mutants::planted::{self, Mutant};
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::{
-    CaseRecord, Check, GeneratedRecord, MutantRecord, MutantStatus, Report, Skip, Verdict,
+    CaseRecord, Check, GeneratedRecord, MutantRecord, MutantStatus, OperatorRecord, Report, Skip,
+    Verdict,
 };
 use crate::sweep::regressions::{Regressions, fixtures_dir};
 
@@ -82,6 +83,8 @@ pub struct Judged {
     pub skips: Vec<Skip>,
     /// The cases without any mutant.
     pub cases: Vec<CaseRecord>,
+    /// The operators.
+    pub operators: Vec<OperatorRecord>,
     /// The checks that killed each mutant that is listed as equivalent.
     pub false_equivalents: Vec<(String, Vec<Check>)>,
 }
@@ -262,6 +265,7 @@ impl Session {
             records,
             counts: plans.iter().filter_map(|plan| plan.counts.clone()).collect(),
             skips: plans.into_iter().flat_map(|plan| plan.skips).collect(),
+            operators: self.options.operators.iter().map(|one| one.describe()).collect(),
             cases: self.known.into_iter().flatten().map(|known| known.record).collect(),
             false_equivalents,
         }
