@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-/// The name of a capsule whose tensor nobody has taken over.
+/// The name of a capsule whose tensor is still its own.
 const NAME: &CStr = c"dltensor";
 
 /// The tensor at the start of a managed one, as `dlpack.h` declares it.

@@ -40,7 +40,7 @@ pub struct Slot {
     pub dtype: DType,
     /// Its sizes.
     pub shape: Vec<usize>,
-    /// Elements between its rows that belong to nobody.
+    /// Elements between its rows that belong to no tensor.
     pub row_gap: usize,
     /// What the call does with it.
     pub role: Role,

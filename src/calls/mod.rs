@@ -1,4 +1,4 @@
-//! Operators as functions of tensors that somebody else owns: which arguments they have, and which
+//! Operators as functions of a caller's tensors: which arguments they have, and which
 //! case declares the tensors of a call. All of it follows from the operators' declarations.
 //!
 //! - [`fields`]: the fields of a case as a flat list;

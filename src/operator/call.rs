@@ -1,4 +1,4 @@
-//! Calls of an operator's kernels on tensors that somebody else owns, without an arena, an oracle
+//! Calls of an operator's kernels on a caller's tensors, without an arena, an oracle
 //! or data: for users of the kernels, such as the Python package.
 //!
 //! A case declares everything about its tensors. So a caller finds the case that declares the

@@ -291,7 +291,7 @@ fn beyond_one_more(numbers: &[f64]) -> f64 {
 }
 
 /// Each layer kind alone, and two layers, against the composition of all oracles. The kernels are one more run
-/// whose roundings nobody knows: they may be no farther from the exact logits than one more of the
+/// whose roundings are not known: they may be no farther from the exact logits than one more of the
 /// oracle's working runs would be.
 #[test]
 fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {

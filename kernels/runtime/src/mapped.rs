@@ -27,8 +27,8 @@ impl MappedFile {
         if found.len() == 0 {
             return Ok(Self(None));
         }
-        // SAFETY: the mapping is read-only and never given out as mutable memory. That nobody
-        // changes the file meanwhile is the documented contract of this type.
+        // SAFETY: the mapping is read-only and never given out as mutable memory. That the
+        // file does not change meanwhile is the documented contract of this type.
         Ok(Self(Some(unsafe { Mmap::map(&file)? })))
     }
 }
