@@ -166,7 +166,7 @@ pub struct PlannedCase {
     pub origin: Origin,
     /// Whether it runs only while there is time.
     pub optional: bool,
-    /// The strategy's tree of a drawn case, which shrinks it if it fails.
+    /// The strategy's tree of a drawn case, by which it shrinks first if it fails.
     tree: Option<Box<dyn ValueTree<Value = Case>>>,
 }
 
@@ -346,9 +346,9 @@ pub fn sweep(
     Ok(skips)
 }
 
-/// Runs case `number` of a plan, and shrinks it if it was drawn and fails. A drawn case without
-/// time left in the budget is skipped and counted. So are all cases of an operator whose kernels
-/// cannot be run.
+/// Runs case `number` of a plan, and shrinks it if the sweep made it and it fails. A drawn case
+/// without time left in the budget is skipped and counted. So are all cases of an operator whose
+/// kernels cannot be run.
 pub fn run_planned(
     planned: PlannedCase,
     number: u64,
@@ -390,7 +390,7 @@ impl Ran {
     }
 }
 
-/// Reports the result of a case of a plan, and shrinks the case if it was drawn and fails.
+/// Reports the result of a case of a plan, and shrinks the case if the sweep made it and it fails.
 pub fn settle(
     planned: PlannedCase,
     ran: Ran,
@@ -410,8 +410,8 @@ pub fn settle(
     shrink_planned(planned, &record, runner, options, progress, observer);
 }
 
-/// Shrinks a drawn case if its record fails and the failure is one of the first of its kind
-/// ([`Progress`]). Saves the result.
+/// Shrinks a drawn or edge case if its record fails and the failure is one of the first of its kind
+/// ([`Progress`]). Saves the result. Saved cases are small, and given ones stay as they are.
 pub fn shrink_planned(
     planned: PlannedCase,
     record: &CaseRecord,
@@ -421,14 +421,14 @@ pub fn shrink_planned(
     observer: &mut dyn Observer,
 ) {
     let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass);
-    let (Some(mut tree), Some(failing)) = (planned.tree, failing) else { return };
+    let (Origin::Drawn, Some(failing)) = (planned.origin, failing) else { return };
     match progress.shrinks(&record.operator, failing) {
         Shrinks::Known => {}
         // A new kind of failure: saved without shrinking.
         Shrinks::Not => remember(record, options),
         Shrinks::For(allowed) => {
             let start = Instant::now();
-            let small = shrink(&mut *tree, record, failing, runner, options, allowed);
+            let small = shrink(planned.tree, record, failing, runner, options, allowed);
             progress.shrank(&record.operator, start.elapsed());
             remember(&small, options);
             observer.done(small);
@@ -467,7 +467,7 @@ fn remember(record: &CaseRecord, options: &SweepOptions) {
 /// field. Returns the smallest case found in time, which may be the case itself. Each case runs
 /// under the schedules of the first, so also under those that showed a race.
 fn shrink(
-    tree: &mut dyn ValueTree<Value = Case>,
+    tree: Option<Box<dyn ValueTree<Value = Case>>>,
     record: &CaseRecord,
     failing: &CheckRecord,
     runner: &dyn Runner,
@@ -475,8 +475,10 @@ fn shrink(
     allowed: Duration,
 ) -> CaseRecord {
     let mut shrinking = Shrinking::new(failing, runner, options, allowed);
-    shrinking.walk(tree);
-    // A case without a tree, or whose tree gave nothing simpler, may still have smaller fields.
+    if let Some(mut tree) = tree {
+        shrinking.walk(&mut *tree);
+    }
+    // An edge case has no tree, and what a tree gave may still have smaller fields.
     if let Ok(from) =
         shrinking.smallest.clone().map_or_else(|| serde_json::from_value(record.case.clone()), Ok)
     {

@@ -137,7 +137,7 @@ impl Progress {
         self.of(operator).shrinking += time;
     }
 
-    /// What to do with a drawn case whose first failure is this check.
+    /// What to do with a case of the sweep whose first failure is this check.
     pub fn shrinks(&mut self, operator: &str, failing: &CheckRecord) -> Shrinks {
         let used = self.of(operator);
         let left =
