@@ -2,7 +2,8 @@
 
 use anyhow::{Result, anyhow};
 use dsv4_parity::case::{Distribution, Draw};
-use dsv4_parity::record::Ceilings;
+use dsv4_parity::record::{Ceilings, Operands};
+use dsv4_reference::cache::kv_cache::e4m3_code;
 use dsv4_runtime::cache::ModuleCache;
 use dsv4_runtime::cuda::{CudaBackend, blaslt};
 use dsv4_runtime::{Contract, DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView};
@@ -31,8 +32,7 @@ const WARM_UPS: usize = 3;
 pub struct Datasheet {
     /// Bytes per second of device memory.
     pub bytes_per_second: f64,
-    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16. (FP8 GEMMs
-    /// exceed bf16's.)
+    /// Dense FLOP per second of the narrowest operands, e4m3: twice those of bf16.
     pub flops_per_second: f64,
 }
 
@@ -43,21 +43,25 @@ pub fn datasheet(device: &str) -> Option<Datasheet> {
         .then_some(Datasheet { bytes_per_second: 4.8e12, flops_per_second: 1979e12 })
 }
 
-/// Measures the copy rate and, if cublasLt is found, the rate of a GEMM.
+/// Measures the copy rate and, if cublasLt is found, the rates of GEMMs.
 ///
 /// # Errors
 /// The device's. A missing cublasLt is reported on stderr and is not an error.
 pub fn measure(device: &Device) -> Result<Ceilings> {
-    let (copy_bytes_per_second, matrix_flops_per_second) =
-        (copy_rate(device)?, matrix_rate(device)?);
-    let ceilings = Ceilings { copy_bytes_per_second, matrix_flops_per_second };
-    let matrix = match ceilings.matrix_flops_per_second {
+    let ceilings = Ceilings {
+        copy_bytes_per_second: copy_rate(device)?,
+        matrix_flops_per_second: matrix_rate(device, Operands::Bf16)?,
+        e4m3_flops_per_second: matrix_rate(device, Operands::E4m3)?,
+    };
+    let said = |rate: Option<f64>| match rate {
         Some(rate) => format!("{:.1} TFLOP/s", rate * 1e-12),
         None => "not measured".to_owned(),
     };
     let copy = ceilings.copy_bytes_per_second * 1e-9;
     println!(
-        "device copy {copy:.0} GB/s (read + written), bf16 {MATRIX}^3 matrix product {matrix}\n"
+        "device copy {copy:.0} GB/s (read + written), {MATRIX}^3 matrix product: bf16 {}, e4m3 {}\n",
+        said(ceilings.matrix_flops_per_second),
+        said(ceilings.e4m3_flops_per_second),
     );
     Ok(ceilings)
 }
@@ -134,8 +138,26 @@ impl Callee for Copies<'_> {
 /// A bf16 tensor of normally distributed random values, which repeat.
 fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<TensorView> {
     let drawn = Draw::new(0, name).values(Distribution::Normal, 1, DRAWN, 1.0);
-    let drawn = HostTensor::from_f64(DType::Bf16, &[DRAWN], &drawn).bytes;
-    let view = arena.output(name, DType::Bf16, shape)?;
+    let drawn = HostTensor::from_f64(DType::Bf16, &[DRAWN], &drawn);
+    repeated(arena, name, &drawn, shape)
+}
+
+/// The e4m3 codes of such values.
+fn normal_codes(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<TensorView> {
+    let drawn = Draw::new(0, name).values(Distribution::Normal, 1, DRAWN, 1.0);
+    let bytes = drawn.into_iter().map(e4m3_code).collect();
+    repeated(arena, name, &HostTensor { dtype: DType::U8, shape: vec![DRAWN], bytes }, shape)
+}
+
+/// A tensor of the drawn elements, again and again.
+fn repeated(
+    arena: &mut DeviceArena<'_>,
+    name: &str,
+    drawn: &HostTensor,
+    shape: &[usize],
+) -> Result<TensorView> {
+    let view = arena.output(name, drawn.dtype, shape)?;
+    let drawn = &drawn.bytes;
     let bytes = view.elements() * view.dtype.size();
     for at in (0..bytes).step_by(drawn.len()) {
         arena
@@ -146,18 +168,27 @@ fn normal(arena: &mut DeviceArena<'_>, name: &str, shape: &[usize]) -> Result<Te
     Ok(view)
 }
 
-/// FLOP per second of the GEMM.
-fn matrix_rate(device: &Device) -> Result<Option<f64>> {
+/// FLOP per second of the GEMM, whose factors are normally distributed.
+fn matrix_rate(device: &Device, operands: Operands) -> Result<Option<f64>> {
     let mut arena = DeviceArena::new(device, Contract::NAN);
     let shape = [MATRIX, MATRIX];
-    let a = normal(&mut arena, "matrix a", &shape)?;
-    let b = normal(&mut arena, "matrix b", &shape)?;
+    let factor = match operands {
+        Operands::Bf16 => normal,
+        Operands::E4m3 => normal_codes,
+    };
+    let a = factor(&mut arena, "matrix a", &shape)?;
+    let b = factor(&mut arena, "matrix b", &shape)?;
     let c = arena.output("matrix c", DType::Bf16, &shape)?;
     // The GEMM runs on a separate backend, and so on a separate stream.
     device.backend().synchronize()?;
     let product =
         CudaBackend::new(ModuleCache::new(ModuleCache::default_dir())).and_then(|backend| {
-            blaslt::bf16_matmul_seconds(&backend, MATRIX, a.address, b.address, c.address, REPEATS)
+            let addresses = [a.address, b.address, c.address];
+            let operands = match operands {
+                Operands::Bf16 => blaslt::Operands::Bf16,
+                Operands::E4m3 => blaslt::Operands::E4m3,
+            };
+            blaslt::matmul_seconds(&backend, operands, MATRIX, addresses, REPEATS)
         });
     match product {
         Ok(seconds) => Ok(Some(2.0 * (MATRIX as f64).powi(3) / median(seconds))),

@@ -13,13 +13,13 @@ use anyhow::{Context, Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
 use dsv4_parity::judge::recheck;
 use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
-use dsv4_parity::record::BenchmarkRecord;
-use dsv4_parity::record::Work;
+use dsv4_parity::record::{BenchmarkRecord, Operands, Work};
 use dsv4_parity::report::benchmarks::{self, Facts};
 use dsv4_parity::report::beside::log::{
     self, Line, Machine, Side, Skipped, Time, Timings, Turn, Writer,
 };
 use dsv4_parity::report::beside::pairs::Pairs;
+use dsv4_runtime::process::variable;
 use dsv4_runtime::{BackendKind, Device, RuntimeError, cuda};
 
 use crate::ceilings::{self, Copies, Datasheet};
@@ -64,7 +64,9 @@ impl<'d> Session<'d> {
             .with_measurement(clock.clone())
             .configure_from_args();
         let datasheet = ceilings::datasheet(&environment.device);
-        let facts = Facts { device: environment.device.clone(), ..Facts::default() };
+        let kernels = variable("PARITY_KERNELS").unwrap_or_else(|| "embedded".into());
+        let revision = format!("{}, kernels: {}", log::revision(), kernels.to_string_lossy());
+        let facts = Facts::continued(&directory, &environment.device, &revision);
         let (failures, measuring, log) = (Vec::new(), measuring(), None);
         Self {
             device,
@@ -170,8 +172,9 @@ impl<'d> Session<'d> {
     pub fn measure_ceilings(&mut self) -> Result<()> {
         if self.measuring {
             let ceilings = ceilings::measure(self.device)?;
-            let matrix = ceilings.matrix_flops_per_second;
-            self.check_rates("ceilings", ceilings.copy_bytes_per_second, matrix.unwrap_or(0.0));
+            let products = [ceilings.matrix_flops_per_second, ceilings.e4m3_flops_per_second];
+            let fastest = products.into_iter().flatten().fold(0.0, f64::max);
+            self.check_rates("ceilings", ceilings.copy_bytes_per_second, fastest);
             self.facts.ceilings = Some(ceilings);
         }
         Ok(())
@@ -187,7 +190,8 @@ impl<'d> Session<'d> {
         for bytes in ceilings::SMALLER_COPIES {
             let moved = 2.0 * bytes as f64;
             let id = Id::of_copy(bytes);
-            let work = Work { operator: "device_copy".into(), bytes: moved, flops: 0.0 };
+            let (operator, operands) = ("device_copy".into(), Operands::Bf16);
+            let work = Work { operator, bytes: moved, flops: 0.0, operands };
             let place = || Ok(Box::new(Copies::place(device, bytes)?) as Box<dyn Callee + 'd>);
             self.run_callee(&id, work, Rate::Bytes, &place)?;
         }

@@ -34,7 +34,7 @@ use super::tensors::{Tensors, permuted_along, repeated_along};
 use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
 use crate::case::{Case, CaseError};
 use crate::operator::fields::Aliasing;
-use crate::record::Work;
+use crate::record::{Operands, Work};
 
 /// An upper bound of L2, bytes (H100 and H200: 50 to 60 MB).
 const L2: usize = 60_000_000;
@@ -114,6 +114,8 @@ pub struct Benchmark<K: Operator> {
     pub bytes: f64,
     /// Floating-point operations of one call.
     pub flops: f64,
+    /// What the tensor cores multiply.
+    pub operands: Operands,
     /// The rate that is reported.
     pub rate: Rate,
     /// The axis that is sampled after timing. The case has its extent in a field of the same name.
@@ -155,6 +157,7 @@ impl<K: Operator> Benchmark<K> {
             drawn,
             bytes,
             flops,
+            operands: Operands::Bf16,
             rate: Rate::Bytes,
             axis,
             rows: 4,
@@ -187,6 +190,11 @@ impl<K: Operator> Benchmark<K> {
     /// A call that is limited by this many floating-point operations.
     pub fn computing(self, flops: f64) -> Self {
         Self { flops, rate: Rate::Flops, ..self }
+    }
+
+    /// A call whose tensor cores multiply these.
+    pub fn multiplying(self, operands: Operands) -> Self {
+        Self { operands, ..self }
     }
 
     /// Also limits the drawn tensors along `axis`: the largest tensor with it has at most [`DRAWN`]
@@ -236,6 +244,7 @@ pub(super) struct AnyBenchmark {
     drawn: AnyCase,
     bytes: f64,
     flops: f64,
+    operands: Operands,
     rate: Rate,
     axis: &'static str,
     rows: usize,
@@ -258,6 +267,7 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
             drawn,
             bytes,
             flops,
+            operands,
             rate,
             axis,
             rows,
@@ -280,6 +290,7 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
             drawn: any::<K>(drawn),
             bytes,
             flops,
+            operands,
             rate,
             axis,
             rows,
@@ -714,7 +725,8 @@ impl Timed for Arc<AnyBenchmark> {
     }
 
     fn work(&self) -> Work {
-        Work { operator: self.case.name().into(), bytes: self.bytes, flops: self.flops }
+        let AnyBenchmark { bytes, flops, operands, .. } = **self;
+        Work { operator: self.case.name().into(), bytes, flops, operands }
     }
 
     fn rate(&self) -> Rate {

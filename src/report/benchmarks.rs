@@ -14,7 +14,7 @@ use dsv4_runtime::process::variable;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::record::{BenchmarkRecord, Ceilings, Skip, Work};
+use crate::record::{BenchmarkRecord, Ceilings, Operands, Skip, Work};
 
 /// Written by the benchmarks, next to criterion's folders.
 pub const FACTS_FILE: &str = "parity-facts.json";
@@ -27,6 +27,8 @@ const DEPTH: usize = 3;
 pub struct Facts {
     /// What the benchmarks ran on.
     pub device: String,
+    /// What ran: the revision and the kernels.
+    pub revision: String,
     /// Rates of the device, measured in the same run.
     pub ceilings: Option<Ceilings>,
     /// By criterion's full id.
@@ -34,6 +36,15 @@ pub struct Facts {
 }
 
 impl Facts {
+    /// The facts in criterion's directory if they are of this device and revision, so that a run
+    /// goes on where an interrupted one stopped; otherwise new ones.
+    pub fn continued(dir: &Path, device: &str, revision: &str) -> Self {
+        let new = Self { device: device.into(), revision: revision.into(), ..Self::default() };
+        let earlier = json(&dir.join(FACTS_FILE)).ok();
+        let earlier = earlier.and_then(|facts| serde_json::from_value::<Self>(facts).ok());
+        earlier.filter(|facts| facts.device == device && facts.revision == revision).unwrap_or(new)
+    }
+
     /// Writes the facts into criterion's directory.
     ///
     /// # Errors
@@ -88,7 +99,7 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
     }
     let mut results = BTreeMap::new();
     find_results(dir, DEPTH, &mut results)?;
-    let mut records = Vec::new();
+    let mut records: Vec<(BenchmarkRecord, &Work)> = Vec::new();
     for (id, work) in &facts.work {
         let new = results.get(id).ok_or_else(|| {
             format!(
@@ -97,9 +108,16 @@ pub fn read(dir: &Path, device: &str) -> Result<Found, String> {
                 dir.display()
             )
         })?;
-        records.push(record(id, work, new, facts.ceilings.as_ref())?);
+        records.push((record(id, work, new)?, work));
     }
-    Ok(Found { benchmarks: records, ceilings: facts.ceilings, skip: None })
+    if let Some(ceilings) = facts.ceilings {
+        let limits = Limits::of(&ceilings, &records);
+        for (record, work) in &mut records {
+            record.percent_of_limit = limits.percent(work, record.median_ns);
+        }
+    }
+    let benchmarks = records.into_iter().map(|(record, _)| record).collect();
+    Ok(Found { benchmarks, ceilings: facts.ceilings, skip: None })
 }
 
 /// Microseconds of a call, one for each sample that criterion has just saved for this benchmark.
@@ -150,12 +168,7 @@ fn json(path: &Path) -> Result<Value, String> {
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-fn record(
-    id: &str,
-    work: &Work,
-    new: &Path,
-    ceilings: Option<&Ceilings>,
-) -> Result<BenchmarkRecord, String> {
+fn record(id: &str, work: &Work, new: &Path) -> Result<BenchmarkRecord, String> {
     let estimates = json(&new.join("estimates.json"))?;
     let sample = json(&new.join("sample.json"))?;
     let number = |path: &str| {
@@ -175,16 +188,43 @@ fn record(
         samples: times.len() as u64,
         bytes: work.bytes,
         flops: work.flops,
-        percent_of_limit: ceilings.and_then(|ceilings| percent_of_limit(work, ceilings, median_ns)),
+        percent_of_limit: None,
     })
 }
 
-/// The time that the device would need at its measured rates, over the time that it took.
-fn percent_of_limit(work: &Work, ceilings: &Ceilings, median_ns: f64) -> Option<f64> {
-    let moving = work.bytes / ceilings.copy_bytes_per_second;
-    let computing = ceilings.matrix_flops_per_second.map_or(0.0, |rate| work.flops / rate);
-    let limit = f64::max(moving, computing);
-    (limit > 0.0).then(|| 100.0 * limit / (median_ns * 1e-9))
+/// The highest rates that anything reached: the ceilings, or a benchmark that is faster. (A call
+/// that reads more than it writes moves more than a copy.)
+struct Limits {
+    bytes_per_second: f64,
+    flops_per_second: [Option<f64>; 2],
+}
+
+impl Limits {
+    fn of(ceilings: &Ceilings, records: &[(BenchmarkRecord, &Work)]) -> Self {
+        let fastest = |least: f64, done: &dyn Fn(&Work) -> f64| {
+            let rates = records.iter().map(|(record, work)| done(work) * 1e9 / record.median_ns);
+            rates.fold(least, f64::max)
+        };
+        let products = |operands, measured: Option<f64>| {
+            let of = |work: &Work| if work.operands == operands { work.flops } else { 0.0 };
+            measured.map(|rate| fastest(rate, &of))
+        };
+        Self {
+            bytes_per_second: fastest(ceilings.copy_bytes_per_second, &|work| work.bytes),
+            flops_per_second: [
+                products(Operands::Bf16, ceilings.matrix_flops_per_second),
+                products(Operands::E4m3, ceilings.e4m3_flops_per_second),
+            ],
+        }
+    }
+
+    /// The time that the device would need at these rates, over the time that it took.
+    fn percent(&self, work: &Work, median_ns: f64) -> Option<f64> {
+        let moving = work.bytes / self.bytes_per_second;
+        let rate = self.flops_per_second[work.operands as usize];
+        let limit = f64::max(moving, rate.map_or(0.0, |rate| work.flops / rate));
+        (limit > 0.0).then(|| 100.0 * limit / (median_ns * 1e-9))
+    }
 }
 
 #[cfg(test)]
@@ -217,9 +257,18 @@ mod tests {
     }
 
     fn facts(ids: &[&str], ceilings: Option<Ceilings>) -> Facts {
-        let work = Work { operator: "rms_norm".into(), bytes: 4e6, flops: 1e9 };
+        let operands = Operands::Bf16;
+        let work = Work { operator: "rms_norm".into(), bytes: 4e6, flops: 1e9, operands };
         let work = ids.iter().map(|id| ((*id).to_owned(), work.clone())).collect();
-        Facts { device: DEVICE.into(), ceilings, work }
+        Facts { device: DEVICE.into(), revision: "a revision".into(), ceilings, work }
+    }
+
+    fn ceilings(copy: f64, bf16: Option<f64>, e4m3: Option<f64>) -> Ceilings {
+        Ceilings {
+            copy_bytes_per_second: copy,
+            matrix_flops_per_second: bf16,
+            e4m3_flops_per_second: e4m3,
+        }
     }
 
     #[test]
@@ -271,11 +320,50 @@ mod tests {
                 .expect("a share")
         };
         let copy = 4e12;
-        let moving = share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: None });
+        let moving = share(ceilings(copy, None, None));
         assert!((moving - 50.0).abs() < 1e-9, "{moving}");
-        let computing =
-            share(Ceilings { copy_bytes_per_second: copy, matrix_flops_per_second: Some(5e14) });
-        assert!((computing - 100.0).abs() < 1e-9, "{computing}");
+        let computing = share(ceilings(copy, Some(6.25e14), None));
+        assert!((computing - 80.0).abs() < 1e-9, "{computing}");
+    }
+
+    #[test]
+    fn what_multiplies_e4m3_is_limited_by_the_rate_of_e4m3() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/x", "g/x", 1000.0);
+        let mut facts = facts(&["g/x"], Some(ceilings(1e13, Some(8e14), Some(1.6e15))));
+        facts.work.get_mut("g/x").expect("the work").operands = Operands::E4m3;
+        facts.write(dir.path()).expect("writes");
+        let found = read(dir.path(), DEVICE).expect("reads");
+        let percent = found.benchmarks[0].percent_of_limit.expect("a share");
+        assert!((percent - 62.5).abs() < 1e-9, "{percent}");
+    }
+
+    #[test]
+    fn no_benchmark_is_faster_than_its_limit() {
+        let dir = tempfile::tempdir().expect("a folder");
+        criterion_result(dir.path(), "g/x", "g/x", 500.0);
+        criterion_result(dir.path(), "g/y", "g/y", 1000.0);
+        // 4 MB in 500 ns are twice the rate of the copy.
+        facts(&["g/x", "g/y"], Some(ceilings(4e12, Some(1e15), None)))
+            .write(dir.path())
+            .expect("writes");
+        let percents = read(dir.path(), DEVICE).expect("reads").benchmarks;
+        let percents: Vec<f64> = percents.iter().filter_map(|one| one.percent_of_limit).collect();
+        let near = |percent: f64, expected: f64| (percent - expected).abs() < 1e-9;
+        assert!(near(percents[0], 100.0) && near(percents[1], 50.0), "{percents:?}");
+    }
+
+    #[test]
+    fn a_run_continues_the_facts_of_its_device_and_revision_alone() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let new = || Facts { device: DEVICE.into(), revision: "b".into(), ..Facts::default() };
+        assert_eq!(Facts::continued(dir.path(), DEVICE, "b"), new());
+        let earlier = Facts { revision: "b".into(), ..facts(&["g/x"], None) };
+        earlier.write(dir.path()).expect("writes");
+        assert_eq!(Facts::continued(dir.path(), DEVICE, "b"), earlier);
+        let of_other = Facts::continued(dir.path(), DEVICE, "c");
+        assert_eq!(of_other, Facts { revision: "c".into(), ..new() });
+        assert!(Facts::continued(dir.path(), "another device", "b").work.is_empty());
     }
 
     #[test]

@@ -184,7 +184,7 @@ pub(super) fn overview(groups: &[Group<'_>]) -> Markup {
             (scroller("Families", table))
             p .note {
                 "Smallest bias seen: the uniform relative error that half of the verdicts over a tensor would fail, of the tensor with the most sensitive verdicts to the least sensitive one. "
-                "Floor: the time that the device needs at its measured rates to move each byte once and to do each operation."
+                "Floor: the time that the device needs at the highest rates measured in this run to move each byte once and to do each operation."
             }
         }
     }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use maud::{DOCTYPE, Markup, html};
 
 use crate::operators::registry;
-use crate::record::Report;
+use crate::record::{Ceilings, Report};
 
 use super::elements::{Anchors, command, page_head, page_script, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
@@ -198,6 +198,12 @@ fn skips(report: &Report) -> Markup {
 
 fn environment(report: &Report) -> Markup {
     let environment = &report.environment;
+    let products = |rate: fn(&Ceilings) -> Option<f64>| {
+        let measured = report.ceilings.as_ref().and_then(rate);
+        measured.map_or("not measured".to_owned(), |rate| {
+            format!("{} TFLOP/s", significant(rate / 1e12, 3))
+        })
+    };
     let rows = [
         ("backend", environment.backend.to_string()),
         ("device", environment.device.clone()),
@@ -213,15 +219,8 @@ fn environment(report: &Report) -> Markup {
                 format!("{} GB/s", significant(rates.copy_bytes_per_second / 1e9, 3))
             }),
         ),
-        (
-            "bf16 matrix rate",
-            report
-                .ceilings
-                .and_then(|rates| rates.matrix_flops_per_second)
-                .map_or("not measured".to_owned(), |rate| {
-                    format!("{} TFLOP/s", significant(rate / 1e12, 3))
-                }),
-        ),
+        ("bf16 matrix rate", products(|rates| rates.matrix_flops_per_second)),
+        ("e4m3 matrix rate", products(|rates| rates.e4m3_flops_per_second)),
         ("kernel sources", report.revision.kernels.clone()),
         ("blake3 of the sources", report.revision.kernels_digest.clone()),
         (

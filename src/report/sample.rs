@@ -72,6 +72,7 @@ pub fn passing(cases: usize) -> Report {
         ceilings: Some(Ceilings {
             copy_bytes_per_second: 4.24e12,
             matrix_flops_per_second: Some(7.9e14),
+            e4m3_flops_per_second: Some(1.42e15),
         }),
         mutants: mutants(),
         kill_matrix: None,

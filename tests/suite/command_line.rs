@@ -419,9 +419,10 @@ fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
 /// `code`.
 fn benchmarks_that_end_with(dir: &Path, code: i32) -> String {
     let estimate = json!({"point_estimate": 1000.0, "confidence_interval": {"lower_bound": 990.0, "upper_bound": 1010.0}});
-    let work = json!({"operator": "attention_combine", "bytes": 4e6, "flops": 1e9});
+    let work =
+        json!({"operator": "attention_combine", "bytes": 4e6, "flops": 1e9, "operands": "bf16"});
     let facts = json!({
-        "device": support::device().environment().device, "ceilings": null, "work": {"attention_combine_forward/a": work},
+        "device": support::device().environment().device, "revision": "any", "ceilings": null, "work": {"attention_combine_forward/a": work},
     });
     let files = [
         ("estimates.json", json!({"median": estimate})),

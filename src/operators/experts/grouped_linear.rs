@@ -24,6 +24,7 @@ use crate::operators::formats::quantize_fp8::format_of;
 use crate::operators::projections::linear::{
     Codes, Linear, LinearCase, doubled, quantized, set_codes, set_scales, takes_hopper,
 };
+use crate::record::Operands;
 
 /// The operator.
 pub struct GroupedLinear;
@@ -802,8 +803,9 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     let case = case.spread();
     let ([bytes, flops], name) = (case.work(2 * case.out_features), case.name());
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
-    let benchmark: Benchmark<GroupedLinear> =
-        Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
+    let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis)
+        .computing(flops)
+        .multiplying(Operands::E4m3);
     let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
     let (chosen, rows, sampled) = match drawn.grouping {
         Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),

@@ -31,6 +31,7 @@ use crate::operators::experts::grouped_linear::{of_whole_case, sorted};
 use crate::operators::experts::moe_map::Experts;
 use crate::operators::formats::quantize_fp8::{layout_of_oracle, scale_of_oracle};
 use crate::operators::projections::linear::Codes;
+use crate::record::Operands;
 
 /// The operator.
 pub struct GroupedLinearSwiglu;
@@ -995,7 +996,9 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
         format!("{} in groups of {}{order}", case.product.name(), case.product_group.columns());
     let axis = if case.product.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinearSwiglu> =
-        Benchmark::new(Direction::Forward, name, case, axis).computing(flops);
+        Benchmark::new(Direction::Forward, name, case, axis)
+            .computing(flops)
+            .multiplying(Operands::E4m3);
     let product = benchmark.drawn.product.with_few_weights(&benchmark.case.product);
     let out_features = product.out_features.next_multiple_of(benchmark.case.multiple());
     let product = GroupedLinearCase { out_features, ..product };

@@ -18,6 +18,7 @@ use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operators::indexer::ranking::{self, draw_offsets, draw_sequences};
 use crate::operators::lists::{Hostile, Lengths};
+use crate::record::Operands as Multiplied;
 
 /// The operator.
 pub struct IndexerLogits;
@@ -994,6 +995,11 @@ fn timed(case: IndexerLogitsCase, implementation: Implementation) -> Benchmark<I
     };
     let benchmark =
         if case.is_paged() { benchmark.also_drawn_along("num_pages") } else { benchmark };
+    let multiplied = match case.operands {
+        Operands::Bf16 => Multiplied::Bf16,
+        Operands::E4m3 | Operands::E2m1 => Multiplied::E4m3,
+    };
+    let benchmark = benchmark.multiplying(multiplied);
     if case.is_paged() { benchmark } else { benchmark.computing(flops) }
 }
 

@@ -17,6 +17,7 @@ use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle};
+use crate::record::Operands;
 
 /// The operator.
 pub struct Linear;
@@ -776,7 +777,8 @@ impl Operator for Linear {
                 Weights::Bf16 => !case.library,
                 Weights::Mxfp4 | Weights::Nvfp4 => false,
             };
-            let format = format!("{:?}", case.weights).to_lowercase();
+            let weights = case.weights;
+            let format = format!("{weights:?}").to_lowercase();
             let groups = if case.is_grouped() {
                 format!(" in {} groups", case.num_groups)
             } else {
@@ -795,11 +797,12 @@ impl Operator for Linear {
             let further = if direction == Forward { "out_features" } else { "in_features" };
             let benchmark = benchmark.also_sampled_along(further, SAMPLED_FEATURES, spread_blocks);
             let benchmark = Benchmark { sampled: sample_scales, ..benchmark };
-            benchmark.streaming(&[], 0.0).computing(if direction == Forward {
-                flops
-            } else {
-                2.0 * flops
-            })
+            let flops = if direction == Forward { flops } else { 2.0 * flops };
+            let operands = match weights {
+                Weights::Bf16 => Operands::Bf16,
+                Weights::Fp8 | Weights::Mxfp4 | Weights::Nvfp4 => Operands::E4m3,
+            };
+            benchmark.streaming(&[], 0.0).computing(flops).multiplying(operands)
         };
         let gpu = on_gpu(environment);
         let [projections, gradients]: [Vec<[usize; 3]>; 2] = if gpu {

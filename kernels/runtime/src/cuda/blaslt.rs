@@ -1,5 +1,5 @@
-//! GEMMs of bf16 by cublasLt: the kernels that a user would call, and the device's rate for
-//! rooflines.
+//! GEMMs by cublasLt: of bf16, the kernels that a user would call, and of bf16 and e4m3 the
+//! device's rates for rooflines.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -39,27 +39,52 @@ const MOST_PLANS: usize = 256;
 /// A larger alignment of addresses makes no difference to the library.
 const LARGEST_ALIGNMENT: u32 = 256;
 
-/// Seconds of each of `repeats` products `c = a b^T` of row-major bf16 `[n, n]` matrices with fp32
-/// accumulation (2 n^3 FLOP each), by CUDA events. This is the layout of a linear layer. `a`, `b`
-/// and `c` are device addresses of `2 n^2` bytes each; fill `a` and `b` with random numbers, since
-/// zeros draw less power and run faster.
+/// What the elements of both factors are. Sums are fp32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operands {
+    /// bf16, 2 bytes each.
+    Bf16,
+    /// e4m3 without scales, 1 byte each; the output is bf16 or fp32. cublasLt has these for
+    /// `a b^T` alone, and adds on the tensor cores (`FAST_ACCUM`), as its users have it.
+    E4m3,
+}
+
+impl Operands {
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Bf16 => 2,
+            Self::E4m3 => 1,
+        }
+    }
+
+    fn dtype(self) -> lt::cudaDataType_t {
+        match self {
+            Self::Bf16 => lt::cudaDataType_t::CUDA_R_16BF,
+            Self::E4m3 => lt::cudaDataType_t::CUDA_R_8F_E4M3,
+        }
+    }
+}
+
+/// Seconds of each of `repeats` products `c = a b^T` of row-major `[n, n]` matrices with fp32
+/// accumulation and a bf16 result (2 n^3 FLOP each), by CUDA events. This is the layout of a linear
+/// layer. `a`, `b` and `c` are device addresses of n^2 elements each; fill `a` and `b` with random
+/// numbers, since zeros draw less power and run faster.
 ///
 /// # Errors
 /// [`RuntimeError::BackendMissing`] that names cublasLt if it cannot be found;
-/// [`RuntimeError::Argument`] for an `n` that is not a positive multiple of 8.
-pub fn bf16_matmul_seconds(
+/// [`RuntimeError::Argument`] for an `n` that is not a positive multiple of 16.
+pub fn matmul_seconds(
     backend: &CudaBackend,
+    operands: Operands,
     n: usize,
-    a: u64,
-    b: u64,
-    c: u64,
+    [a, b, c]: [u64; 3],
     repeats: usize,
 ) -> Result<Vec<f64>> {
     let rule = |name, value: &dyn std::fmt::Display, rule: &str| {
-        RuntimeError::argument("bf16_matmul", name, format!("{value} is not {rule}"))
+        RuntimeError::argument("matmul_seconds", name, format!("{value} is not {rule}"))
     };
-    if n == 0 || !n.is_multiple_of(8) || n > 1 << 15 {
-        return Err(rule("n", &n, "a multiple of 8 from 8 to 2^15"));
+    if n == 0 || !n.is_multiple_of(16) || n > 1 << 15 {
+        return Err(rule("n", &n, "a multiple of 16 from 16 to 2^15"));
     }
     for (name, address) in [("a", a), ("b", b), ("c", c)] {
         if address == 0 || !address.is_multiple_of(16) {
@@ -78,7 +103,7 @@ pub fn bf16_matmul_seconds(
         dtype: DType::Bf16,
         count: 1,
     };
-    let multiply = || match library.multiply(&product)? {
+    let multiply = || match library.multiply_of(&product, operands)? {
         true => Ok(()),
         false => check(cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED, CALL),
     };
@@ -192,21 +217,23 @@ impl Drop for Scratch {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     product: MatrixProduct,
+    operands: Operands,
     alignments: [u32; 4],
 }
 
 impl Shape {
-    fn of(product: &MatrixProduct) -> Self {
+    fn of(product: &MatrixProduct, operands: Operands) -> Self {
         let MatrixProduct { a, b, before, out, .. } = *product;
         // The alignments of the addresses of b, a, before and out, as cublasLt has them.
-        let sizes = [2, 2, product.dtype.size() as u64, product.dtype.size() as u64];
+        let bytes = operands.bytes();
+        let sizes = [bytes, bytes, product.dtype.size() as u64, product.dtype.size() as u64];
         let alignments =
             [b, a, before.unwrap_or(out), out].map(|matrix| (matrix.address, matrix.step as u64));
         let alignments =
             std::array::from_fn(|i| alignment(alignments[i].0 | (alignments[i].1 * sizes[i])));
         let anywhere = |matrix: Matrix| Matrix { address: 0, ..matrix };
         let (a, b, before, out) = (anywhere(a), anywhere(b), before.map(anywhere), anywhere(out));
-        Self { product: MatrixProduct { a, b, before, out, ..*product }, alignments }
+        Self { product: MatrixProduct { a, b, before, out, ..*product }, operands, alignments }
     }
 }
 
@@ -284,8 +311,8 @@ impl Blaslt {
         Ok(Self { handle, workspace, name: CALL.into(), plans: Mutex::default() })
     }
 
-    fn plan(&self, product: &MatrixProduct) -> Result<Option<Arc<Plan>>> {
-        let shape = Shape::of(product);
+    fn plan(&self, product: &MatrixProduct, operands: Operands) -> Result<Option<Arc<Plan>>> {
+        let shape = Shape::of(product, operands);
         let mut plans = locked(&self.plans);
         if let Some(plan) = plans.get(&shape) {
             return Ok(plan.clone());
@@ -298,11 +325,15 @@ impl Blaslt {
         Ok(plan)
     }
 
-    /// Enqueues a GEMM; returns whether there is an algorithm for it.
+    /// Enqueues a GEMM of bf16; returns whether there is an algorithm for it.
     pub fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        self.multiply_of(product, Operands::Bf16)
+    }
+
+    fn multiply_of(&self, product: &MatrixProduct, operands: Operands) -> Result<bool> {
         let context = &self.workspace.context;
         context.enter()?;
-        let Some(plan) = self.plan(product)? else { return Ok(false) };
+        let Some(plan) = self.plan(product, operands)? else { return Ok(false) };
         let [of_a, of_b, of_c, of_d] = plan.layouts.each_ref().map(|layout| layout.handle);
         let MatrixProduct { a, b, before, out, .. } = *product;
         // Without a `before`, that operand is not read.
@@ -345,11 +376,11 @@ impl Plan {
             _ => lt::cudaDataType_t::CUDA_R_16BF,
         };
         let [a, b, c, d] = columns;
-        let operand = lt::cudaDataType_t::CUDA_R_16BF;
+        let operand = shape.operands.dtype();
         let layout = |columns, dtype| layout(columns, dtype, shape.product.count);
         let layouts =
             [layout(a, operand)?, layout(b, operand)?, layout(c, out_type)?, layout(d, out_type)?];
-        let operation = operation(transposed)?;
+        let operation = operation(transposed, shape.operands)?;
         let algorithm = choose_algorithm(handle, &operation, &layouts, shape.alignments)?;
         Ok(algorithm.map(|algorithm| Self { operation, layouts, algorithm }))
     }
@@ -390,7 +421,7 @@ fn layout(columns: Columns, dtype: lt::cudaDataType_t, count: usize) -> Result<L
 }
 
 /// fp32 accumulation and scales; whether A and B are transposed.
-fn operation(transposed: [bool; 2]) -> Result<Operation> {
+fn operation(transposed: [bool; 2], operands: Operands) -> Result<Operation> {
     // SAFETY: writes one live handle.
     let make = |h: &mut _| unsafe {
         lt::cublasLtMatmulDescCreate(
@@ -410,6 +441,15 @@ fn operation(transposed: [bool; 2]) -> Result<Operation> {
         let status = unsafe {
             let at = (&raw const value).cast();
             lt::cublasLtMatmulDescSetAttribute(operation.handle, attribute, at, size_of_val(&value))
+        };
+        check(status, "cublasLtMatmulDescSetAttribute")?;
+    }
+    if operands == Operands::E4m3 {
+        let (attribute, fast) = (Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1i8);
+        // SAFETY: the attribute is an i8, which is live during the call.
+        let status = unsafe {
+            let at = (&raw const fast).cast();
+            lt::cublasLtMatmulDescSetAttribute(operation.handle, attribute, at, size_of_val(&fast))
         };
         check(status, "cublasLtMatmulDescSetAttribute")?;
     }
@@ -562,9 +602,11 @@ mod tests {
             dtype: DType::F32,
             count: 1,
         };
-        assert!(Shape::of(&at(1 << 20)) == Shape::of(&at(3 << 20)));
-        assert!(Shape::of(&at(1 << 20)) != Shape::of(&at((1 << 20) + 16)));
-        assert!(Shape::of(&at(256)) != Shape::of(&MatrixProduct { dtype: DType::Bf16, ..at(256) }));
+        let shape = |product: &MatrixProduct| Shape::of(product, Operands::Bf16);
+        assert!(shape(&at(1 << 20)) == shape(&at(3 << 20)));
+        assert!(shape(&at(1 << 20)) != shape(&at((1 << 20) + 16)));
+        assert!(shape(&at(256)) != shape(&MatrixProduct { dtype: DType::Bf16, ..at(256) }));
+        assert!(shape(&at(256)) != Shape::of(&at(256), Operands::E4m3));
         assert_eq!([0, 16, 48, 256, 4096].map(alignment), [256, 16, 16, 256, 256]);
     }
 }
