@@ -3,12 +3,14 @@
 //! nothing.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use dsv4_parity::calls::observed::hopper;
 use dsv4_parity::case::Case;
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
 use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_runtime::recording::RecordingBackend;
 use dsv4_runtime::{BackendKind, Contract, Device, Environment};
 use rayon::prelude::*;
 
@@ -66,6 +68,54 @@ fn gaps(environment: &Environment) -> Vec<String> {
 #[test]
 fn on_a_hopper_gpu_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_one() {
     assert_eq!(gaps(&hopper()), [""; 0]);
+}
+
+/// GPUs without Hopper's instructions: target, SMs, shared memory of a block.
+const OTHERS: [(&str, u32, u64); 4] = [
+    ("sm_80", 108, 163 << 10),
+    ("sm_89", 142, 99 << 10),
+    ("sm_100a", 148, 227 << 10),
+    ("sm_120a", 170, 99 << 10),
+];
+
+/// Edge cases of an operator that are tried on each of them: a share of all, the first among them.
+const TRIED: usize = 6;
+
+/// What an operator's launchers do there that such a GPU cannot do.
+fn impossible(operator: &AnyOperator, environment: &Environment) -> Vec<String> {
+    let backend = Arc::new(RecordingBackend::accepting(environment.clone()));
+    let device = Device::of_accepting(backend.clone(), dsv4_kernels::sources());
+    let cases = operator.edge_cases(Profile::Quick);
+    let mut found = Vec::new();
+    for case in cases.iter().step_by(cases.len().div_ceil(TRIED)) {
+        paths_of(operator, case, &device);
+        for launch in backend.take_accepted() {
+            if launch.kernel.contains("hopper")
+                || u64::from(launch.shared_bytes) > environment.shared_bytes_per_block
+            {
+                found.push(format!("{}: {}", environment.target, launch.kernel));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn on_gpus_without_hoppers_instructions_the_portable_kernels_run_in_their_shared_memory() {
+    let others = OTHERS.map(|(target, processors, shared_bytes_per_block)| Environment {
+        device: format!("a GPU of {target}"),
+        target: target.into(),
+        processors,
+        shared_bytes_per_block,
+        ..hopper()
+    });
+    let found: Vec<String> = registry::OPERATORS
+        .par_iter()
+        .flat_map_iter(|operator| others.iter().flat_map(|other| impossible(operator, other)))
+        .collect();
+    assert_eq!(found, [""; 0]);
+    let on_hopper = registry::OPERATORS.par_iter().map(|operator| impossible(operator, &hopper()));
+    assert!(on_hopper.flatten().count() > 0, "Hopper's kernels are seen where they run");
 }
 
 #[test]

@@ -66,13 +66,27 @@ DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" :::
 #define WAITS_FOR_EARLIER_KERNELS(name)
 DEVICE void wait_for_earlier_kernels() {}
 #endif
+// The threads and blocks that an SM holds. Hopper's hold the most, and kernels are written for them.
+#if PARITY_SM == 86 || PARITY_SM == 87
+constexpr int SM_THREADS = 1536, SM_BLOCKS = 16;
+#elif PARITY_SM == 89 || PARITY_SM >= 120
+constexpr int SM_THREADS = 1536, SM_BLOCKS = 24;
+#else
+constexpr int SM_THREADS = 2048, SM_BLOCKS = 32;
+#endif
+constexpr int blocks_that_fit(int max_threads, int min_blocks) {
+    int most = SM_THREADS / max_threads < SM_BLOCKS ? SM_THREADS / max_threads : SM_BLOCKS;
+    return min_blocks < most ? min_blocks : most;
+}
 #define KERNEL_OF(name, Params, max_threads, min_blocks)                                         \
     extern "C" __device__ uint64_t name##_layout[3] = {                                          \
         sizeof(Params), layout_hash(static_cast<Params*>(nullptr)), (max_threads)};              \
-    extern "C" __device__ uint64_t name##_resident_blocks[1] = {(min_blocks)};                   \
+    extern "C" __device__ uint64_t name##_resident_blocks[1] = {                                 \
+        blocks_that_fit(max_threads, min_blocks)};                                               \
     WAITS_FOR_EARLIER_KERNELS(name)                                                              \
     DEVICE void name##_body(const Params& params);                                               \
-    extern "C" __global__ void __launch_bounds__(max_threads, min_blocks)                        \
+    extern "C" __global__ void __launch_bounds__(                                                \
+        max_threads, blocks_that_fit(max_threads, min_blocks))                                   \
         name(const __grid_constant__ Params params) {                                            \
         wait_for_earlier_kernels();                                                              \
         name##_body(params);                                                                     \

@@ -39,6 +39,8 @@ pub struct AcceptedLaunch {
     pub kernel: String,
     /// The bytes of its parameters.
     pub params: Vec<u8>,
+    /// Dynamic shared memory of a block, bytes.
+    pub shared_bytes: u32,
 }
 
 type Accepted = Arc<Mutex<Vec<AcceptedLaunch>>>;
@@ -110,8 +112,8 @@ struct Accepting {
     accepted: Accepted,
 }
 
-fn accept(accepted: &Accepted, kernel: String, params: &[u8]) {
-    let launch = AcceptedLaunch { kernel, params: params.to_vec() };
+fn accept(accepted: &Accepted, kernel: String, params: &[u8], shared_bytes: u32) {
+    let launch = AcceptedLaunch { kernel, params: params.to_vec(), shared_bytes };
     accepted.lock().unwrap_or_else(|e| e.into_inner()).push(launch);
 }
 
@@ -137,7 +139,7 @@ impl LoadedModule for Accepting {
         params: &[u8],
     ) -> Result<()> {
         let kernel = format!("{} {kernel} {grid:?} {block:?} {shared_bytes}", self.module);
-        accept(&self.accepted, kernel, params);
+        accept(&self.accepted, kernel, params, shared_bytes);
         Ok(())
     }
 }
@@ -148,7 +150,7 @@ impl MatrixLibrary for RecordingBackend {
         let matrices = [Some(product.a), Some(product.b), product.before, Some(product.out)];
         let addresses = matrices.into_iter().flatten().map(|matrix| matrix.address);
         let params: Vec<u8> = addresses.flat_map(u64::to_ne_bytes).collect();
-        accept(&self.accepted, format!("{product:?}"), &params);
+        accept(&self.accepted, format!("{product:?}"), &params, 0);
         Ok(true)
     }
 }
