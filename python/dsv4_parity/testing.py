@@ -14,6 +14,7 @@ Tensors are numpy's. numpy has no bfloat16: such tensors are float32 there, and 
 rounded. `to=` makes others of them, such as `torch.from_numpy` or `jax.numpy.asarray`.
 """
 
+import hashlib
 import inspect
 import json
 import os
@@ -55,6 +56,7 @@ class Case:
         self.operator = fields.pop("operator")
         #: The fields of the case: sizes, types, numbers, words.
         self.fields = fields
+        self._given = {}
         self._tensors = None
 
     def __repr__(self):
@@ -68,9 +70,29 @@ class Case:
         """The numbers, words and truth values of the case, by name."""
         return {name: value for name, value in self.fields.items() if not isinstance(value, dict)}
 
+    def with_tensors(self, **tensors):
+        """The case with these tensors in the place of drawn ones, such as a server's activations.
+
+        Their sizes become the case's where a field is named like their axis; `inputs` has the names
+        and the types. Upstream gradients may be given, too. What is not given is drawn.
+
+        Raises:
+            ValueError: a tensor that the case does not read, or sizes that it cannot have.
+        """
+        shapes = {name: list(_numpy(tensor).shape) for name, tensor in tensors.items()}
+        line, forms = _native.case_of_sizes(self.line, shapes)
+        case = Case(line)
+        given = {name: _bytes(name, dtype, shape, tensors[name]) for name, dtype, shape in forms}
+        case._given = {**{n: t for n, t in self._given.items() if n not in given}, **given}
+        content = hashlib.blake2s(digest_size=4)
+        for name, data in sorted(case._given.items()):
+            content.update(name.encode() + b"=" + data)
+        case.id = f"{case.id}-{content.hexdigest()}"
+        return case
+
     def _read(self):
         if self._tensors is None:
-            self._tensors = _native.tensors_of(self.line)
+            self._tensors = _native.tensors_of(self.line, self._given)
         return self._tensors
 
     @property
@@ -89,7 +111,7 @@ class Case:
         Together they allow each element at least its budget. `sees` is the smallest uniform
         relative error that such a comparison is sure to see; `check` sees far smaller ones.
         """
-        return json.loads(_native.tolerances(self.line))
+        return json.loads(_native.tolerances(self.line, self._given))
 
 
 class Judged:
@@ -181,7 +203,7 @@ def check(case, *, forward, backward=None, to=None, replay=None):
     """
     call = _Callables(forward, backward, to)
     try:
-        record, diagnosis = _native.judge(case.line, call, replay or _replay(case))
+        record, diagnosis = _native.judge(case.line, call, replay or _replay(case), case._given)
     except Unsupported as why:
         import pytest
 

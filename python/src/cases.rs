@@ -1,10 +1,11 @@
 //! The cases of an operator's sweep, for tests that are made from them.
 
 use dsv4_parity::calls::observed::hopper;
-use dsv4_parity::case::Case;
 use dsv4_parity::case::condition::Condition;
+use dsv4_parity::case::{Case, CaseError};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::operator::Profile;
+use dsv4_parity::operator::given::Sizes;
 use dsv4_parity::operators::registry;
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{GivenCases, SweepOptions, plan};
@@ -59,6 +60,23 @@ pub fn cases(
         Ok(planned.into_iter().map(|planned| named(planned.case)).collect())
     });
     planned.map_err(|error| errors::of_case(&error))
+}
+
+/// The types and sizes of tensors by name.
+type Described = Vec<(String, String, Vec<usize>)>;
+
+/// The case of a line with tensors of these sizes, and the types and sizes of these tensors in it.
+#[pyfunction]
+pub fn case_of_sizes(line: &str, sizes: Sizes) -> PyResult<(String, Described)> {
+    let of = || -> Result<(String, Described), CaseError> {
+        let case = Case::parse(line)?;
+        let operator = registry::find(&case.operator)?;
+        let case = operator.of_sizes(&case, &sizes)?;
+        let named = operator.forms(&case)?.into_iter().filter(|(name, _)| sizes.contains_key(name));
+        let tensors = named.map(|(name, (dtype, shape))| (name, dtype.to_string(), shape));
+        Ok((case.line(), tensors.collect()))
+    };
+    of().map_err(|error| errors::of_case(&error))
 }
 
 /// The case of a line, checked, and its digest.

@@ -9,9 +9,10 @@ use dsv4_parity::external::{Recorded, recorded};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::truth::Truth;
+use dsv4_parity::operator::given::Given;
 use dsv4_parity::operator::{Arithmetic, KernelRun, OracleTensor, PreparedCase, Side};
 use dsv4_parity::operators::registry;
-use dsv4_parity::record::{CaseRecord, Check, Origin, Verdict};
+use dsv4_parity::record::{CaseRecord, Check, Verdict};
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep;
 use dsv4_runtime::arena::{Violation, ViolationKind};
@@ -197,13 +198,14 @@ pub fn judge(
     case: &str,
     call: Py<PyAny>,
     replay: String,
+    tensors: Given,
 ) -> PyResult<(String, String)> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
-    registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
+    prepared(&case, tensors.clone())?;
     let (record, raised) = py.detach(move || {
         let callable = Callable::new(call, replay);
         let options = CheckOptions { triangulate: false, ..CheckOptions::everything(0) };
-        let record = sweep::run_case(&case, Origin::Given, &callable, options);
+        let record = sweep::run_given(&case, tensors, &callable, options);
         (record, callable.raised.into_inner())
     });
     if let Some(error) = raised {
@@ -212,6 +214,13 @@ pub fn judge(
     let text = if passed(&record) { String::new() } else { py.detach(|| diagnosis(&record)) };
     let record = serde_json::to_string(&record);
     Ok((record.map_err(|error| PyValueError::new_err(error.to_string()))?, text))
+}
+
+/// The case with tensors of the caller's.
+fn prepared(case: &Case, tensors: Given) -> PyResult<Box<dyn PreparedCase>> {
+    let operator = registry::find(&case.operator);
+    let prepared = operator.and_then(|operator| operator.prepare_given(case, tensors));
+    prepared.map_err(|error| errors::of_case(&error))
 }
 
 fn passed(record: &CaseRecord) -> bool {
@@ -235,9 +244,10 @@ fn diagnosis(record: &CaseRecord) -> String {
 pub fn tensors_of<'py>(
     py: Python<'py>,
     case: &str,
+    tensors: Given,
 ) -> PyResult<(Inputs<'py>, Vec<Described<'py, String>>)> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
-    let prepared = registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
+    let prepared = prepared(&case, tensors)?;
     let recorded = recorded(&*prepared, &recorder()).map_err(|error| errors::of_runtime(&error))?;
     let inputs = recorded.inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
     let outputs = recorded.outputs.into_iter().map(|output| {
@@ -251,10 +261,10 @@ pub fn tensors_of<'py>(
 /// together allow every element at least its budget, and the smallest uniform relative error of the
 /// tensor that such a comparison sees.
 #[pyfunction]
-pub fn tolerances(py: Python<'_>, case: &str) -> PyResult<String> {
+pub fn tolerances(py: Python<'_>, case: &str, tensors: Given) -> PyResult<String> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
     py.detach(|| {
-        let prepared = registry::prepare(&case).map_err(|error| errors::of_case(&error))?;
+        let prepared = prepared(&case, tensors)?;
         let recorded = recorded(&*prepared, &recorder());
         let outputs = recorded.map_err(|error| errors::of_runtime(&error))?.outputs;
         let truth = Truth::of(&*prepared, Arithmetic::default());

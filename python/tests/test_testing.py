@@ -67,6 +67,59 @@ def test_a_right_kernel_passes_with_its_budget_use_and_power(line, kernels):
     assert judged.power["y"]["powerless"] is False
 
 
+def attention(q, k, indices, sink, softmax_scale, v_dim):
+    found = (indices >= 0) & (indices < len(k))
+    keys = k[numpy.where(found, indices, 0)].astype(numpy.float64)
+    logits = softmax_scale * numpy.einsum("thd,tsd->ths", q, keys)
+    logits[~numpy.broadcast_to(found[:, None], logits.shape)] = -numpy.inf
+    largest = numpy.maximum(logits.max(2), sink)[..., None]
+    weights = numpy.exp(logits - largest)
+    total = weights.sum(2, keepdims=True) + numpy.exp(sink[:, None] - largest)
+    return numpy.einsum("ths,tsv->thv", weights / total, keys[..., :v_dim])
+
+
+def test_what_a_callable_keeps_to_itself_is_not_demanded():
+    wanted = "num_tokens > 2 and num_keys > 8 and topk > 4 and values = 'shared'"
+    wanted += " and lengths = 'absent' and sinks = 'normal'"
+    (_, line), *_ = _native.cases("sparse_attention", "quick", wanted, 1, None, 1)
+    case = Case(line)
+    judged = check(case, forward=attention)
+    assert set(judged.budget_use) == {"out"} and "gradient_of_saved" not in judged.checks
+    gradients = {name: one for name, one in case.outputs.items() if name in ("dq", "dk", "dsink")}
+    zeros = {name: numpy.zeros(shape) for name, (_, shape) in gradients.items()}
+    with pytest.raises(AssertionError, match="dq"):
+        check(case, forward=attention, backward=lambda q, dout: zeros)
+
+
+def test_given_tensors_are_judged_in_the_place_of_drawn_ones(line, kernels):
+    x = numpy.linspace(-3, 3, 7 * 24, dtype=numpy.float32).reshape(7, 24)
+    weight = numpy.full(24, 0.5, numpy.float32)
+    case = line.with_tensors(x=x, weight=weight)
+    assert (case["num_rows"], case["width"], line["width"]) == (7, 24, 512)
+    assert case.id != Case(case.line).id and case.id == line.with_tensors(x=x, weight=weight).id
+    assert (case.inputs["x"] == x).all() and case.inputs["dy"].shape == (7, 24)
+    seen = []
+
+    def forward(x, weight, eps):
+        seen.append(x.copy())
+        return kernels.rms_norm(x, weight, eps)
+
+    judged = check(case, forward=forward, backward=kernels.backward)
+    assert any((one == x).all() for one in seen) and judged.budget_use["y"] < 1.0
+    with pytest.raises(AssertionError, match="forward y"):
+        check(case, forward=lambda x, weight, eps: 2 * kernels.rms_norm(x, weight, eps)["y"])
+    assert case.tolerances()["y"]["atol"] > 0.0
+
+
+def test_given_tensors_that_no_such_case_has_are_errors_by_name(line):
+    with pytest.raises(ValueError, match="`y`.*reads no such tensor; it reads x"):
+        line.with_tensors(y=numpy.zeros((5, 512)))
+    with pytest.raises(ValueError, match=r"`x`.*\[5\].*num_rows"):
+        line.with_tensors(x=numpy.zeros(5))
+    with pytest.raises(ValueError, match="`weight`|`x`"):
+        line.with_tensors(x=numpy.zeros((2, 8)), weight=numpy.zeros(9))
+
+
 def test_without_a_backward_gradients_are_counted_skips(line, kernels):
     judged = check(line, forward=kernels.rms_norm)
     assert "dx" not in judged.budget_use

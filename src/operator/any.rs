@@ -252,7 +252,7 @@ impl<K: Operator> DeclaredCase for Of<K> {
 }
 
 /// Any operator: an entry of the registry.
-pub struct AnyOperator(&'static dyn Declaration);
+pub struct AnyOperator(pub(super) &'static dyn Declaration);
 
 impl AnyOperator {
     /// The operator that `K` declares.

@@ -135,6 +135,11 @@ impl Inputs {
         Self { case, choices, tensors: Arc::new(tensors), shown: Vec::new(), said: true }
     }
 
+    /// Replaces a tensor.
+    pub(super) fn put(&mut self, name: &'static str, tensor: HostTensor) {
+        Arc::make_mut(&mut self.tensors).put(name, tensor);
+    }
+
     pub(super) fn specs(&self) -> Specs {
         self.case.tensors()
     }

@@ -26,6 +26,7 @@ pub mod declaration;
 pub mod declared;
 pub mod documentation;
 pub mod fields;
+pub mod given;
 pub mod golden;
 pub mod golden_file;
 mod inputs;
