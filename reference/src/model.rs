@@ -6,6 +6,10 @@
 //! each layer:   u = norm(pre X)     y = attention(u)     X = comb^T X + post y
 //!               u = norm(pre X)     y = experts(u)       X = comb^T X + post y
 //! logits = head(norm(mhc_head(X)))
+//!
+//! MTP module (inference 12.2), of the streams X after the last layer:
+//! X = mtp_input(embedding of the next token, X), then a window layer, and logits with its own
+//! mhc_head and norm
 //! ```
 //!
 //! Weights are in the formats of a checkpoint (FP8 blocks, MXFP4 experts, bf16, fp32; wo_a is
@@ -22,12 +26,12 @@ use candle_core::Tensor;
 use crate::attention::sparse_attention::{self, Value};
 use crate::cache::compressor::{self, Epilogue, Finish};
 use crate::cache::kv_cache::RowFormat;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::experts::moe::{self, PlainProducts, QuantizedProducts};
 use crate::format::Format;
 use crate::formats::hadamard;
 use crate::formats::scale_layout::ScaleLayout;
-use crate::head::lm_head;
+use crate::head::{lm_head, mtp_input};
 use crate::indexer::indexer_logits::{self, Keys};
 use crate::indexer::indexer_query;
 use crate::indexer::topk::{self, Index};
@@ -105,6 +109,9 @@ pub struct Model {
     pub shared: Named,
     /// The layers and their weights, named as in [`Model::logits`].
     pub layers: Vec<(Kind, Named)>,
+    /// The weights of the MTP module, where there is one: those of a window layer, of
+    /// [`mtp_input`], and `norm`, `head_fn`, `head_scale`, `head_base`.
+    pub module: Option<Named>,
 }
 
 /// The names of a site's weights: projection, scale, base, norm.
@@ -130,19 +137,80 @@ impl Model {
     /// # Errors
     /// Those of the operators.
     pub fn logits(&self, token_ids: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        let streams = self.streams(token_ids, rounding)?;
+        self.head(&streams, &self.shared, rounding)
+    }
+
+    /// `[num_tokens - 1, vocab_size]` of the MTP module, stored in f32: row i is of the token after
+    /// the next one, i + 2.
+    ///
+    /// # Errors
+    /// Those of the operators; a model without a module.
+    pub fn draft_logits(&self, token_ids: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        let w = self.module.as_ref().ok_or(Error::Value {
+            argument: "module",
+            value: "absent".into(),
+            rule: "drafts are those of an MTP module",
+        })?;
+        let rows = token_ids.dim(0)?.saturating_sub(1);
+        let (read, next) = (token_ids.narrow(0, 0, rows)?, token_ids.narrow(0, 1, rows)?);
+        let model = self.shortened(rows)?;
+        let streams = model.streams(&read.contiguous()?, rounding)?;
+        let next = next.contiguous()?;
+        let embedding = self.embedding(&next, 1)?;
+        let (tokens, _, hidden) = embedding.dims3()?;
+        let inputs = w.clone().with("streams", streams);
+        let inputs = inputs.with("embedding", embedding.reshape((tokens, hidden))?);
+        let eps = self.numbers.streams.norm_eps;
+        let entering = match is_plain(w) {
+            true => mtp_input::forward(&inputs, eps, rounding)?,
+            false => mtp_input::forward_quantized(&inputs, eps, rounding)?,
+        };
+        let streams = rounding.bf16(entering.tensor("out")?)?;
+        let streams = model.layer(&streams, Kind::Window, w, &next, rounding)?;
+        model.head(&streams, w, rounding)
+    }
+
+    /// The same model for so many tokens.
+    ///
+    /// # Errors
+    /// More tokens than its tables have.
+    pub fn shortened(&self, tokens: usize) -> Result<Self> {
+        let of = |table: &Table| -> Result<Table> {
+            Ok(Table { cos: table.cos.narrow(0, 0, tokens)?, sin: table.sin.narrow(0, 0, tokens)? })
+        };
+        Ok(Self { main: of(&self.main)?, compress: of(&self.compress)?, ..self.clone() })
+    }
+
+    /// The embeddings of tokens, so many times, `[num_tokens, times, hidden_size]`.
+    fn embedding(&self, token_ids: &Tensor, times: usize) -> Result<Tensor> {
         let embedded = Named::new()
             .with("table", self.shared.tensor("embed")?.clone())
             .with("token_ids", token_ids.clone());
-        let mut streams = embed_streams::forward(&embedded, NUM_STREAMS)?.tensor("out")?.clone();
+        Ok(embed_streams::forward(&embedded, times)?.tensor("out")?.clone())
+    }
+
+    /// The streams after the last layer.
+    fn streams(&self, token_ids: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        let mut streams = self.embedding(token_ids, NUM_STREAMS)?;
         for (kind, w) in &self.layers {
-            streams = self.site(&streams, w, ATTN, rounding, |u, rounding| {
-                self.attention(*kind, u, w, rounding)
-            })?;
-            streams = self.site(&streams, w, FFN, rounding, |u, rounding| {
-                self.experts(u, token_ids, w, rounding)
-            })?;
+            streams = self.layer(&streams, *kind, w, token_ids, rounding)?;
         }
-        self.head(&streams, rounding)
+        Ok(streams)
+    }
+
+    /// The streams after a layer.
+    fn layer(
+        &self,
+        streams: &Tensor,
+        kind: Kind,
+        w: &Named,
+        token_ids: &Tensor,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
+        let streams = self
+            .site(streams, w, ATTN, rounding, |u, rounding| self.attention(kind, u, w, rounding))?;
+        self.site(&streams, w, FFN, rounding, |u, rounding| self.experts(u, token_ids, w, rounding))
     }
 
     /// The streams after a sublayer.
@@ -415,8 +483,8 @@ impl Model {
         Ok(found.tensor("out")?.clone())
     }
 
-    fn head(&self, streams: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
-        let w = &self.shared;
+    /// The logits, by the head mix and the norm of `w`.
+    fn head(&self, streams: &Tensor, w: &Named, rounding: &mut Rounding) -> Result<Tensor> {
         let mhc_mix::Numbers { norm_eps, hc_eps, .. } = self.numbers.streams;
         let mix = Named::new()
             .with("streams", streams.clone())
@@ -425,7 +493,8 @@ impl Model {
             .with("base", w.tensor("head_base")?.clone());
         let x = mhc_head::forward(&mix, mhc_head::Numbers { norm_eps, hc_eps }, rounding)?;
         let hidden = self.norm(&rounding.bf16(x.tensor("out")?)?, w.tensor("norm")?, rounding)?;
-        let head = Named::new().with("hidden", hidden).with("weight", w.tensor("head")?.clone());
+        let head =
+            Named::new().with("hidden", hidden).with("weight", self.shared.tensor("head")?.clone());
         Ok(lm_head::forward(&head, rounding)?.tensor("logits")?.clone())
     }
 }

@@ -47,6 +47,12 @@ pub struct GenerateArguments {
     /// The most tokens of a step of the prefill, 1 to 127
     #[arg(long, value_name = "N", default_value_t = 127)]
     chunk: usize,
+    /// Draft tokens of a decode step, by the MTP module of the checkpoint
+    ///
+    /// A step then verifies them. Drafts change how many steps are needed, not what is sampled.
+    /// The default is 1 for a checkpoint with an MTP module.
+    #[arg(long, value_name = "N")]
+    drafts: Option<usize>,
     /// Compare each token with the oracle's, for a small model
     ///
     /// The oracle samples from its exact logits after the same tokens, by the same random numbers.
@@ -75,8 +81,15 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
     })?;
     bar.finish_and_clear();
     let tokens = arguments.prompt_tokens.len() + max_tokens;
-    let limits =
-        Limits { num_pages: tokens.div_ceil(128), num_sequences: 1, step_tokens: arguments.chunk };
+    let config = checkpoint.config();
+    let drafts = arguments.drafts.unwrap_or(config.num_mtp_layers.min(arguments.chunk - 1));
+    let limits = Limits {
+        num_pages: tokens.div_ceil(128),
+        num_sequences: 1,
+        step_tokens: arguments.chunk,
+        num_snapshots: 0,
+        drafts: drafts > 0,
+    };
     // The Hopper kernels run on the emulator, too, but slower.
     let implementation = match device.environment().backend {
         BackendKind::Emulator => Implementation::Portable,
@@ -84,35 +97,69 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
     };
     let oracle = arguments
         .reference
-        .then(|| reference::oracle(&device, checkpoint.config(), &weights, tokens))
+        .then(|| reference::oracle(&device, config, &weights, tokens))
         .transpose()?;
-    let (config, kernels) =
-        (checkpoint.config(), Kernels { implementation, batch_invariant: false });
+    let kernels = Kernels { implementation, batch_invariant: false };
     let mut model = Model::new(&device, config, weights, limits, kernels)?;
     let start = Instant::now();
     let sampling = Sampling { temperature, top_p, seed };
-    let mut next = arguments.prompt_tokens.clone();
-    let (sequence, mut generated) = (model.admit()?, Vec::new());
-    while generated.len() < max_tokens {
-        let chunk = Chunk { sequence, tokens: &next };
-        let token = model.sample(&[chunk], &[sampling])?[0];
-        generated.push(token);
-        if token == config.eos && !arguments.ignore_eos {
-            break;
-        }
-        next = vec![token];
-    }
+    let text = generated(&mut model, arguments, drafts, sampling)?;
     let seconds = start.elapsed().as_secs_f64();
     let prompt = &arguments.prompt_tokens;
     let choices = oracle
-        .map(|oracle| reference::choices(&oracle, prompt, &generated, sampling))
+        .map(|oracle| reference::choices(&oracle, prompt, &text.tokens, sampling))
         .transpose()?;
-    show(arguments, &generated, choices.as_deref(), seconds)
+    show(arguments, &text, choices.as_deref(), seconds)
+}
+
+/// Generated tokens, and how many of the drafts among them were proposed and accepted.
+#[derive(Default)]
+struct Text {
+    tokens: Vec<u32>,
+    proposed: usize,
+    accepted: usize,
+}
+
+/// Generates tokens after the prompt, with at most that many drafts a step.
+fn generated(
+    model: &mut Model<'_>,
+    arguments: &GenerateArguments,
+    drafts: usize,
+    sampling: Sampling,
+) -> Result<Text> {
+    let (prompt, max_tokens) = (&arguments.prompt_tokens, arguments.max_tokens);
+    let eos = (!arguments.ignore_eos).then_some(model.config().eos);
+    let mut text = Text::default();
+    if max_tokens == 0 {
+        return Ok(text);
+    }
+    let sequence = model.admit(prompt)?.sequence;
+    let first = model.sample(&[Chunk { sequence, tokens: prompt }], &[sampling])?[0];
+    text.tokens.push(first);
+    while text.tokens.len() < max_tokens && text.tokens.last().copied() != eos {
+        let mut next: Vec<u32> = text.tokens.last().copied().into_iter().collect();
+        // No token that is not printed needs a position.
+        let count = drafts.min(max_tokens - text.tokens.len() - 1);
+        if count > 0 {
+            let chunk = Chunk { sequence, tokens: &next };
+            let drafted = model.draft(&[chunk], count, &[sampling])?.remove(0);
+            next.extend(drafted);
+        }
+        let chunk = Chunk { sequence, tokens: &next };
+        let mut sampled = model.verify(&[chunk], &[sampling])?.remove(0);
+        text.proposed += count;
+        text.accepted += sampled.len() - 1;
+        if let Some(end) = sampled.iter().position(|&token| Some(token) == eos) {
+            sampled.truncate(end + 1);
+        }
+        text.tokens.extend(sampled);
+    }
+    Ok(text)
 }
 
 fn show(
     arguments: &GenerateArguments,
-    generated: &[u32],
+    text: &Text,
     choices: Option<&[Choice]>,
     seconds: f64,
 ) -> Result<Exit> {
@@ -121,15 +168,21 @@ fn show(
             |choice: &Choice| json!({ "token": choice.reference, "margin": choice.margin });
         output::json(&json!({
             "prompt": arguments.prompt_tokens,
-            "tokens": generated,
+            "tokens": text.tokens,
+            "drafts": { "proposed": text.proposed, "accepted": text.accepted },
             "reference": choices.map(|all| all.iter().map(choice).collect::<Vec<_>>()),
             "seconds": seconds,
         }))?;
         return Ok(Exit::Agreed);
     }
-    let tokens: Vec<String> = generated.iter().map(ToString::to_string).collect();
+    let tokens: Vec<String> = text.tokens.iter().map(ToString::to_string).collect();
     outln!("{}", tokens.join(","));
-    detailln!("{} tokens in {seconds:.1} s", generated.len());
+    let Text { proposed, accepted, .. } = text;
+    let drafts = match proposed {
+        0 => String::new(),
+        _ => format!("; {accepted} of {proposed} drafts accepted"),
+    };
+    detailln!("{} tokens in {seconds:.1} s{drafts}", text.tokens.len());
     if let Some(choices) = choices {
         outln!("{}", compared(choices));
     }

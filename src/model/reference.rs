@@ -42,12 +42,14 @@ impl From<candle_core::Error> for ReferenceError {
 type Result<T> = std::result::Result<T, ReferenceError>;
 
 /// The names of weights that the oracle has under others.
-const RENAMED: [(&str, &str); 5] = [
+const RENAMED: [(&str, &str); 7] = [
     ("wq_a", "wq_a_codes"),
     ("wq_b", "wq_b_codes"),
     ("wkv", "wkv_codes"),
     ("wo_b", "wo_b_codes"),
     ("gate", "gate_weight"),
+    ("e_proj", "e_proj_codes"),
+    ("h_proj", "h_proj_codes"),
 ];
 
 fn downloaded(device: &Device, view: &TensorView) -> Result<Tensor> {
@@ -130,6 +132,7 @@ pub fn oracle(
         compress: table(&compress, tokens)?,
         shared: named(device, &weights.shared)?,
         layers: layers.collect::<Result<_>>()?,
+        module: weights.mtp.as_ref().map(|views| named(device, views)).transpose()?,
     })
 }
 
@@ -161,11 +164,7 @@ pub fn choices(
     // Nothing follows from the last token.
     let read: Vec<f64> =
         [prompt, &generated[..generated.len() - 1]].concat().into_iter().map(f64::from).collect();
-    let oracle = Model {
-        main: shortened(&oracle.main, read.len())?,
-        compress: shortened(&oracle.compress, read.len())?,
-        ..oracle.clone()
-    };
+    let oracle = oracle.shortened(read.len())?;
     let count = generated.len();
     let ids = tensor(read.clone(), &[read.len()])?;
     let logits = oracle.logits(&ids, &mut Rounding::exact())?;
@@ -197,9 +196,4 @@ pub fn choices(
         Choice { token, reference, margin }
     };
     Ok(generated.iter().enumerate().map(choice).collect())
-}
-
-/// The rows of the first tokens.
-fn shortened(table: &Table, tokens: usize) -> Result<Table> {
-    Ok(Table { cos: table.cos.narrow(0, 0, tokens)?, sin: table.sin.narrow(0, 0, tokens)? })
 }

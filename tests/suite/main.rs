@@ -16,6 +16,7 @@ mod decode;
 mod dependencies;
 mod diagnosis;
 mod diff;
+mod drafts;
 mod emulator;
 mod extent;
 mod external;

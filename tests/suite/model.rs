@@ -22,9 +22,9 @@ use crate::support::device;
 /// Rooms whose changes run the long tests of this file.
 const MODEL: [&str; 2] = ["kernels/", "reference/src/model.rs"];
 
-const VOCAB_SIZE: usize = 64;
+pub(crate) const VOCAB_SIZE: usize = 64;
 
-fn sizes(layers: &[LayerKind]) -> Sizes {
+pub(crate) fn sizes(layers: &[LayerKind]) -> Sizes {
     Sizes {
         layers: layers.to_vec(),
         hidden_size: 128,
@@ -36,9 +36,11 @@ fn sizes(layers: &[LayerKind]) -> Sizes {
     }
 }
 
-/// A random model of these layers whose attention divides each token alike.
-fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
-    let (config, folder) = (sizes(layers).config(), tempfile::tempdir().expect("a folder"));
+/// A random model of these layers whose attention divides each token alike. With drafts it has an
+/// MTP module.
+pub(crate) fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
+    let sizes = Sizes { num_mtp_layers: limits.drafts.into(), ..sizes(layers) };
+    let (config, folder) = (sizes.config(), tempfile::tempdir().expect("a folder"));
     random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
     let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
     let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
@@ -46,15 +48,20 @@ fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
     Model::new(device(), &config, weights, limits, kernels).expect("a model")
 }
 
-const LIMITS: Limits = Limits { num_pages: 3, num_sequences: 2, step_tokens: 32 };
+pub(crate) const LIMITS: Limits =
+    Limits { num_pages: 3, num_sequences: 2, step_tokens: 32, num_snapshots: 0, drafts: false };
 
-fn text(seed: u32, count: usize) -> Vec<u32> {
+pub(crate) fn text(seed: u32, count: usize) -> Vec<u32> {
     let mixed = |at: u32| (at + 1000 * seed).wrapping_mul(2_654_435_761) >> 7;
     (0..count as u32).map(|at| mixed(at) % VOCAB_SIZE as u32).collect()
 }
 
+pub(crate) fn admitted(model: &mut Model<'_>) -> SequenceId {
+    model.admit(&[1]).expect("a sequence").sequence
+}
+
 /// The logits after each token of a text, a step for each of these numbers of tokens.
-fn logits_in(
+pub(crate) fn logits_in(
     model: &mut Model<'_>,
     sequence: SequenceId,
     text: &[u32],
@@ -71,15 +78,15 @@ fn logits_in(
 }
 
 /// The same of a sequence that starts and ends here.
-fn logits(model: &mut Model<'_>, text: &[u32], steps: &[usize]) -> Vec<Vec<f32>> {
-    let sequence = model.admit().expect("a sequence");
+pub(crate) fn logits(model: &mut Model<'_>, text: &[u32], steps: &[usize]) -> Vec<Vec<f32>> {
+    let sequence = admitted(model);
     let all = logits_in(model, sequence, text, steps);
     model.release(sequence).expect("released");
     all
 }
 
 /// The first token whose logits differ.
-fn first_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> Option<usize> {
+pub(crate) fn first_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> Option<usize> {
     assert_eq!(a.len(), b.len());
     assert!(a.iter().flatten().all(|logit| logit.is_finite()));
     a.iter().zip(b).position(|(a, b)| a != b)
@@ -108,7 +115,7 @@ fn a_sequence_does_not_depend_on_its_neighbour_or_its_slot() {
     let (own, other) = (text(1, 20), text(2, 14));
     let alone = logits(&mut model, &own, &[7, 13]);
     // The neighbour takes the first slot, and the lengths differ in every step.
-    let [neighbour, sequence] = [0; 2].map(|_| model.admit().expect("a sequence"));
+    let [neighbour, sequence] = [0; 2].map(|_| admitted(&mut model));
     let mut found = Vec::new();
     for (own, other) in [(&own[..7], &other[..5]), (&own[7..], &other[5..])] {
         let chunks =
@@ -157,13 +164,13 @@ fn entries_of_128_tokens_and_the_end_of_the_window_cross_chunks() {
 
 #[test]
 fn a_rejected_call_names_the_reason_and_changes_nothing() {
-    let limits = Limits { num_pages: 1, num_sequences: 1, step_tokens: 32 };
+    let limits = Limits { num_pages: 1, num_sequences: 1, ..LIMITS };
     let mut model = model(&[Window, Csa], limits);
     let text = text(5, 12);
     let expected = logits(&mut model, &text, &[6, 6]);
-    let sequence = model.admit().expect("a sequence");
+    let sequence = admitted(&mut model);
     let first = logits_in(&mut model, sequence, &text[..6], &[6]);
-    assert!(matches!(model.admit(), Err(ModelError::Cache(CacheError::OutOfSequences(1)))));
+    assert!(matches!(model.admit(&[1]), Err(ModelError::Cache(CacheError::OutOfSequences(1)))));
     let long = vec![1; 130];
     let rejected: [(&[u32], &str); 3] = [
         (&[], "there are no tokens"),
@@ -189,7 +196,7 @@ fn a_sample_depends_on_its_seed_and_its_position_only() {
     let mut model = model(&[Window], LIMITS);
     let text = text(6, 8);
     let drawn = |model: &mut Model<'_>, seeds: &[u64]| -> Vec<u32> {
-        let sequences: Vec<_> = seeds.iter().map(|_| model.admit().expect("a sequence")).collect();
+        let sequences: Vec<_> = seeds.iter().map(|_| admitted(model)).collect();
         let of = |&sequence| Chunk { sequence, tokens: &text };
         let chunks: Vec<_> = sequences.iter().map(of).collect();
         let of = |&seed| Sampling { temperature: 4.0, top_p: 1.0, seed };
@@ -208,7 +215,7 @@ fn a_sample_depends_on_its_seed_and_its_position_only() {
     let all = logits(&mut model, &text, &[8]);
     let last = all.last().expect("logits");
     let largest = (0..VOCAB_SIZE).max_by(|&a, &b| last[a].total_cmp(&last[b])).expect("one");
-    let sequence = model.admit().expect("a sequence");
+    let sequence = admitted(&mut model);
     let chunk = Chunk { sequence, tokens: &text };
     let greedy = model.sample(&[chunk], &[Sampling::GREEDY]).expect("a token");
     assert_eq!(greedy, [largest as u32]);
@@ -270,18 +277,18 @@ fn the_commands_write_a_model_and_generate_the_same_tokens_twice() {
 }
 
 /// A tensor of f64 on the CPU.
-fn tensor(shape: &[usize], values: Vec<f64>) -> candle_core::Tensor {
+pub(crate) fn tensor(shape: &[usize], values: Vec<f64>) -> candle_core::Tensor {
     candle_core::Tensor::from_vec(values, shape, &candle_core::Device::Cpu).expect("a tensor")
 }
 
 /// The root of the mean square of a difference.
-fn distance(a: &[f64], b: &[f64]) -> f64 {
+pub(crate) fn distance(a: &[f64], b: &[f64]) -> f64 {
     let squares: f64 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
     (squares / a.len() as f64).sqrt()
 }
 
 /// A bound that a further one of such numbers exceeds once in a million times.
-fn beyond_one_more(numbers: &[f64]) -> f64 {
+pub(crate) fn beyond_one_more(numbers: &[f64]) -> f64 {
     let count = numbers.len() as f64;
     let mean = numbers.iter().sum::<f64>() / count;
     let squares: f64 = numbers.iter().map(|number| (number - mean) * (number - mean)).sum();

@@ -403,12 +403,31 @@ impl CacheManager {
     /// A sequence that is not running, or a position that it does not have.
     pub fn window_slots(&self, id: SequenceId, position: usize) -> Result<Vec<i32>> {
         self.at(id, position)?;
+        Ok(self.window_of(id.slot(), position))
+    }
+
+    /// The row of a window to which a draft module writes at this position, and the slots that a
+    /// query there sees, as [`Self::window_slots`]. The position may be ahead of the sequence's
+    /// tokens: a module that drafts several tokens reads its own. Its rows there are written again.
+    ///
+    /// # Errors
+    /// A sequence that is not running; a position at or beyond its tokens and the most drafts.
+    pub fn window_ahead(&self, id: SequenceId, position: usize) -> Result<(i32, Vec<i32>)> {
+        let tokens = self.sequence(id)?.tokens.len();
+        if position >= tokens + self.layout.max_draft_tokens {
+            return Err(CacheError::NoSuchPosition { position, tokens });
+        }
+        let row = row_slot(id.slot(), self.layout.window_rows, position);
+        Ok((row, self.window_of(id.slot(), position)))
+    }
+
+    fn window_of(&self, slot: usize, position: usize) -> Vec<i32> {
         let rows = self.layout.window_rows;
         let first = (position + 1).saturating_sub(WINDOW);
         let mut slots: Vec<i32> =
-            (first..=position).map(|token| row_slot(id.slot(), rows, token)).collect();
+            (first..=position).map(|token| row_slot(slot, rows, token)).collect();
         slots.resize(WINDOW, -1);
-        Ok(slots)
+        slots
     }
 
     fn sequence(&self, id: SequenceId) -> Result<&Sequence> {

@@ -9,7 +9,7 @@ use crate::cache::compressor::Epilogue;
 use crate::cache::{compressor_stream, indexer_cache_write, kv_cache_write, kv_norm_rope_write};
 use crate::formats::hadamard::Stored;
 use crate::indexer::{indexer_logits, indexer_query, topk};
-use crate::model::step::Step;
+use crate::model::step::{Step, shaped};
 use crate::projections::linear::{self, Products};
 use crate::projections::{query_norm_rope, rope};
 
@@ -39,11 +39,6 @@ struct Compressed {
     pages: TensorView,
     indices: TensorView,
     page_size: usize,
-}
-
-/// A dense view with other axes.
-fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
-    TensorView::dense(view.name.clone(), view.address, view.dtype, shape)
 }
 
 impl Step<'_, '_> {
@@ -77,7 +72,10 @@ impl Step<'_, '_> {
         let q = shaped(&q, &[tokens, heads, dim]);
         let rstd = self.rows("q_rstd", DType::F32, heads)?;
         let views = self.turning(kind)?.with("x", &q).with("y", &q).with("rstd", &rstd);
-        query_norm_rope::forward(self.device, &views, self.config.norm_eps as f32)?;
+        let eps = self.config.norm_eps as f32;
+        self.launch("query_norm_rope", "q", &views, |device, views| {
+            query_norm_rope::forward(device, views, eps)
+        })?;
         Ok(q)
     }
 
@@ -86,6 +84,18 @@ impl Step<'_, '_> {
         let positions = self.positions()?;
         let [cos, sin] = self.tables.of(kind);
         Ok(Views::from([("cos", cos), ("sin", sin), ("positions", &positions)]))
+    }
+
+    /// Writes the rows of K = V of the normed input `u` to the window, and does nothing else.
+    pub fn window_rows(
+        &mut self,
+        layer: usize,
+        kind: LayerKind,
+        u: &TensorView,
+        w: &Views,
+    ) -> Result<()> {
+        let codes = self.quantized(["u_codes", "u_scales"], u)?;
+        self.window(layer, kind, &codes, w)
     }
 
     /// Writes the rows of K = V to the window.
@@ -101,8 +111,10 @@ impl Step<'_, '_> {
         let views = self.turning(kind)?.with("x", &kv).with("y", &kv).with("slots", &slots);
         let views = views.with("weight", &w["kv_norm"]).with("cache", &self.caches.windows(layer));
         let (rows, eps) = (self.caches.window_rows(), self.config.norm_eps as f32);
-        kv_norm_rope_write::forward(self.device, &views, self.config.row(), rows, eps)?;
-        Ok(())
+        let row = self.config.row();
+        self.launch("kv_norm_rope_write", "window", &views, |device, views| {
+            kv_norm_rope_write::forward(device, views, row, rows, eps)
+        })
     }
 
     /// The entries that the step completes, bf16, with the state written.
@@ -135,7 +147,9 @@ impl Step<'_, '_> {
         let views = views.with("slots", &self.list("states", &[sequences])?);
         let views = views.with("workspace", &self.buffers.workspace(workspace)?);
         let eps = self.config.norm_eps as f32;
-        compressor_stream::forward(self.device, &views, eps, Epilogue::None)?;
+        self.launch("compressor_stream", compressor.entries, &views, |device, views| {
+            compressor_stream::forward(device, views, eps, Epilogue::None)
+        })?;
         Ok(entries)
     }
 
@@ -152,7 +166,9 @@ impl Step<'_, '_> {
         let slots = self.slots(kind)?;
         let views = Views::from([("kv", &entries), ("slots", &slots), ("cache", &pages)]);
         let (row, size) = (self.config.row(), kind.entries_per_page());
-        kv_cache_write::forward(self.device, &views, row, size)?;
+        self.launch("kv_cache_write", "entries", &views, |device, views| {
+            kv_cache_write::forward(device, views, row, size)
+        })?;
         Ok(pages)
     }
 
@@ -184,7 +200,9 @@ impl Step<'_, '_> {
         let stored = self.caches.pages(layer, Contents::IndexerKeys);
         let slots = self.slots(kind)?;
         let views = Views::from([("k", &keys), ("slots", &slots), ("pages", &stored)]);
-        indexer_cache_write::forward(self.device, &views, Stored::E2m1, page_size)?;
+        self.launch("indexer_cache_write", "keys", &views, |device, views| {
+            indexer_cache_write::forward(device, views, Stored::E2m1, page_size)
+        })?;
         let query = self.index_query(u, qr, w)?;
         let logits = self.index_logits(query, &stored)?;
         let (tokens, count) = (self.num_tokens(), self.config.index_topk);
@@ -193,7 +211,9 @@ impl Step<'_, '_> {
         let lengths = self.list("csa_lengths", &[tokens])?;
         let views = Views::from([("scores", &logits), ("lengths", &lengths)]);
         let views = views.with("block_table", &table).with("indices", &indices);
-        topk::forward(self.device, &views, page_size)?;
+        self.launch("topk", "chosen", &views, |device, views| {
+            topk::forward(device, views, page_size)
+        })?;
         let indices = shaped(&indices, &[tokens, 1, count]);
         Ok(Compressed { pages, indices, page_size })
     }
@@ -222,7 +242,9 @@ impl Step<'_, '_> {
         let views = self.turning(LayerKind::Csa)?.with("q", &q).with("weights", &head_weights);
         let views = views.with("codes", &codes).with("scale_bytes", &scales).with("w", &scaled);
         let scale = ((dim * heads) as f64).sqrt().recip() as f32;
-        indexer_query::forward(self.device, &views, Stored::E2m1, scale)?;
+        self.launch("indexer_query", "index_q", &views, |device, views| {
+            indexer_query::forward(device, views, Stored::E2m1, scale)
+        })?;
         Ok([codes, scales, scaled])
     }
 
@@ -256,7 +278,10 @@ impl Step<'_, '_> {
             clean_logits: true,
             implementation: self.kernels.implementation,
         };
-        indexer_logits::forward(self.device, &views.with("context_lens", &lengths), &options)?;
+        let views = views.with("context_lens", &lengths);
+        self.launch("indexer_logits", "index_logits", &views, |device, views| {
+            indexer_logits::forward(device, views, &options)
+        })?;
         Ok(logits)
     }
 
@@ -293,7 +318,9 @@ impl Step<'_, '_> {
         let bytes = decode_attention::workspace_bytes(&views, &options)?;
         let views = views.with("out", &out).with("lse", &lse);
         let views = views.with("workspace", &self.buffers.workspace(bytes)?);
-        decode_attention::forward(self.device, &views, &options)?;
+        self.launch("decode_attention", "attn_out", &views, |device, views| {
+            decode_attention::forward(device, views, &options)
+        })?;
         Ok(shaped(&out, &[tokens, heads, dim]))
     }
 
@@ -314,13 +341,15 @@ impl Step<'_, '_> {
         let [groups, rank, width] = [w["wo_a"].shape[0], w["wo_a"].shape[1], w["wo_a"].shape[2]];
         let rotated = self.buffers.view("rotated", DType::Bf16, &out.shape)?;
         let views = self.turning(kind)?.with("x", out).with("y", &rotated);
-        rope::forward(self.device, &views, true)?;
+        self.launch("rope", "rotated", &views, |device, views| rope::forward(device, views, true))?;
         let z = self.buffers.view("z", DType::Bf16, &[tokens, groups, rank])?;
         let bytes = linear::forward_workspace_bytes(self.device, groups, tokens, rank, width);
         let workspace = self.buffers.workspace(bytes)?;
         let views = Views::from([("x", &shaped(&rotated, &[tokens, groups, width])), ("y", &z)]);
         let views = views.with("w", &w["wo_a"]).with("workspace", &workspace);
-        linear::grouped_forward(self.device, &views, Products::Own)?;
+        self.launch("linear", "wo_a", &views, |device, views| {
+            linear::grouped_forward(device, views, Products::Own)
+        })?;
         let codes =
             self.quantized(["z_codes", "z_scales"], &shaped(&z, &[tokens, groups * rank]))?;
         self.product("y", &codes, [&w["wo_b"], &w["wo_b_scales"]])

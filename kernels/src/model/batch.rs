@@ -13,6 +13,23 @@ pub(super) struct Entries {
     pub slots: Vec<i32>,
 }
 
+/// New tokens of a sequence in a step, of which the last `drafts` may be rejected afterwards.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fed<'a> {
+    pub sequence: SequenceId,
+    pub tokens: &'a [u32],
+    pub drafts: usize,
+}
+
+/// Rows of the MTP module: row i has the streams of position `first + i` and the embedding of the
+/// token after it, `next[i]`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ModuleRows<'a> {
+    pub sequence: SequenceId,
+    pub first: usize,
+    pub next: &'a [u32],
+}
+
 /// A step on the host. Lists have a row for each token.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Batch {
@@ -44,18 +61,47 @@ impl Batch {
     ///
     /// # Errors
     /// A sequence that is not running or occurs twice, no tokens, too few pages.
-    pub fn new(
-        manager: &mut CacheManager,
-        parts: &[(SequenceId, &[u32])],
-    ) -> Result<Self, CacheError> {
+    pub fn new(manager: &mut CacheManager, parts: &[Fed<'_>]) -> Result<Self, CacheError> {
         check(manager, parts)?;
-        let mut batch = Self { cu_seqlens: vec![0], ..Self::default() };
-        batch.csa.cu_entries.push(0);
-        batch.hca.cu_entries.push(0);
-        for &(id, tokens) in parts {
-            batch.append(manager, id, tokens)?;
+        let mut batch = Self::empty();
+        for part in parts {
+            batch.append(manager, *part)?;
         }
         batch.read(manager, parts)?;
+        Ok(batch)
+    }
+
+    fn empty() -> Self {
+        let mut batch =
+            Self { cu_seqlens: vec![0], table_pages: 1, hca_width: 1, ..Self::default() };
+        batch.csa.cu_entries.push(0);
+        batch.hca.cu_entries.push(0);
+        batch
+    }
+
+    /// The lists of rows of the MTP module, which has a window only. The sequences do not change.
+    ///
+    /// # Errors
+    /// A sequence that is not running, a position farther ahead than its window has rows.
+    pub fn of_module(manager: &CacheManager, parts: &[ModuleRows<'_>]) -> Result<Self, CacheError> {
+        let mut batch = Self::empty();
+        for &ModuleRows { sequence, first, next } in parts {
+            batch.first_positions.push(first as i32);
+            batch.states.push(sequence.slot() as i32);
+            batch.token_ids.extend(next.iter().map(|&token| token as i32));
+            for position in first..first + next.len() {
+                let (row, seen) = manager.window_ahead(sequence, position)?;
+                batch.positions.push(position as i32);
+                batch.window.push(row);
+                batch.window_indices.extend(seen);
+                batch.csa_lengths.push(0);
+                batch.block_table.push(-1);
+                batch.hca_indices.push(-1);
+            }
+            batch.cu_seqlens.push(batch.positions.len() as i32);
+            batch.csa.cu_entries.push(0);
+            batch.hca.cu_entries.push(0);
+        }
         Ok(batch)
     }
 
@@ -74,11 +120,10 @@ impl Batch {
     fn append(
         &mut self,
         manager: &mut CacheManager,
-        id: SequenceId,
-        tokens: &[u32],
+        Fed { sequence: id, tokens, drafts }: Fed<'_>,
     ) -> Result<(), CacheError> {
         self.first_positions.push(manager.num_tokens(id)? as i32);
-        let mapping = manager.step(id, tokens, 0)?;
+        let mapping = manager.step(id, tokens, drafts)?;
         self.states.push(id.slot() as i32);
         self.token_ids.extend(tokens.iter().map(|&token| token as i32));
         self.positions.extend(mapping.positions.map(|position| position as i32));
@@ -92,16 +137,14 @@ impl Batch {
     }
 
     /// The lists of what each token reads, when all pages are known.
-    fn read(
-        &mut self,
-        manager: &CacheManager,
-        parts: &[(SequenceId, &[u32])],
-    ) -> Result<(), CacheError> {
-        let tables: Vec<Vec<i32>> =
-            parts.iter().map(|&(id, _)| manager.block_table(id)).collect::<Result<_, _>>()?;
+    fn read(&mut self, manager: &CacheManager, parts: &[Fed<'_>]) -> Result<(), CacheError> {
+        let tables: Vec<Vec<i32>> = parts
+            .iter()
+            .map(|part| manager.block_table(part.sequence))
+            .collect::<Result<_, _>>()?;
         self.table_pages = tables.iter().map(Vec::len).max().unwrap_or(0).max(1);
         let (mut at, mut seen) = (0, Vec::new());
-        for (&(id, tokens), table) in parts.iter().zip(&tables) {
+        for (&Fed { sequence: id, tokens, .. }, table) in parts.iter().zip(&tables) {
             for &position in &self.positions[at..at + tokens.len()] {
                 let position = position as usize;
                 let window = manager.window_slots(id, position)?;
@@ -126,14 +169,14 @@ impl Batch {
 }
 
 /// Everything that a step may refuse, before any sequence has changed.
-fn check(manager: &CacheManager, parts: &[(SequenceId, &[u32])]) -> Result<(), CacheError> {
+fn check(manager: &CacheManager, parts: &[Fed<'_>]) -> Result<(), CacheError> {
     let mut needed = 0;
-    for (at, &(id, tokens)) in parts.iter().enumerate() {
+    for (at, &Fed { sequence: id, tokens, .. }) in parts.iter().enumerate() {
         let length = manager.num_tokens(id)?;
         if tokens.is_empty() {
             return Err(CacheError::NoTokens);
         }
-        if parts[..at].iter().any(|&(other, _)| other == id) {
+        if parts[..at].iter().any(|other| other.sequence == id) {
             return Err(CacheError::UnknownSequence(id));
         }
         let wanted = (length + tokens.len()).div_ceil(crate::cache::cache_layout::TOKENS_PER_PAGE);

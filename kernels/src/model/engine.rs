@@ -1,23 +1,25 @@
 //! A model that runs: prefill in chunks, decode of a batch, with one packed cache (inference 12,
 //! 13).
 
-use dsv4_runtime::{DType, Device, RuntimeError, TensorView, Views};
+use dsv4_runtime::{DType, Device, RuntimeError};
 use thiserror::Error;
 
-use crate::cache::cache_layout::{CacheConfig, CacheLayout, LayoutError};
-use crate::cache::cache_manager::{CacheError, CacheManager, Capacity, SequenceId};
+use crate::cache::cache_layout::{
+    CacheConfig, CacheLayout, LayerKind, LayoutError, TOKENS_PER_PAGE,
+};
+use crate::cache::cache_manager::{self, CacheError, CacheManager, Capacity, SequenceId};
 use crate::cache::indexer_cache_write;
 use crate::formats::hadamard::Stored;
-use crate::head::{lm_head, sampler};
 use crate::implementation::Implementation;
-use crate::model::batch::Batch;
+use crate::model::batch::{Batch, Fed};
 use crate::model::buffers::Buffers;
 use crate::model::caches::Caches;
 use crate::model::config::Config;
-use crate::model::step::Step;
+use crate::model::step::{Parts, Step};
 use crate::model::tables::Tables;
+use crate::model::tap::Tap;
 use crate::model::weights::Weights;
-use crate::streams::mhc_head;
+use crate::streams::mhc_post::NUM_STREAMS;
 
 /// The sizes of a running model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +31,11 @@ pub struct Limits {
     /// The most tokens that a sequence has in one step, 1 to 127. A longer chunk takes several
     /// steps. Each window holds that many rows in addition to 127.
     pub step_tokens: usize,
+    /// Saved states of prefixes, from which later sequences start; 0 disables the reuse of
+    /// prefixes. A state is saved wherever a step ends at the end of a page.
+    pub num_snapshots: usize,
+    /// Whether the MTP module runs and drafts tokens. It has a window of its own.
+    pub drafts: bool,
 }
 
 /// How a model's kernels run.
@@ -82,7 +89,7 @@ pub enum ModelError {
     },
 }
 
-type Result<T> = std::result::Result<T, ModelError>;
+pub(super) type Result<T> = std::result::Result<T, ModelError>;
 
 /// How a token is sampled (inference 12.3).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,23 +116,29 @@ pub struct Chunk<'a> {
     pub tokens: &'a [u32],
 }
 
-/// A model on a device.
-pub struct Model<'d> {
-    device: &'d Device,
-    config: Config,
-    weights: Weights<'d>,
-    limits: Limits,
-    manager: CacheManager,
-    caches: Caches<'d>,
-    tables: Tables<'d>,
-    buffers: Buffers<'d>,
-    kernels: Kernels,
+/// A new sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Admitted {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// Tokens of the prompt that it already has, from a prefix of an earlier sequence: a multiple
+    /// of 128, and less than the prompt. The others are to be fed.
+    pub cached_tokens: usize,
 }
 
-/// The layout of a model's caches.
+/// A model on a device.
+pub struct Model<'d> {
+    pub(super) parts: Parts<'d>,
+    pub(super) weights: Weights<'d>,
+    pub(super) limits: Limits,
+    pub(super) manager: CacheManager,
+}
+
+/// The layout of a model's caches. The window of the MTP module follows the main layers.
 fn layout(config: &Config, limits: Limits) -> Result<CacheLayout> {
+    let module = limits.drafts.then_some(LayerKind::Window);
     Ok(CacheLayout::new(&CacheConfig {
-        layers: config.layers.clone(),
+        layers: config.layers.iter().copied().chain(module).collect(),
         row: config.row(),
         head_dim: config.head_dim,
         indexer_dim: config.index_head_dim,
@@ -133,6 +146,23 @@ fn layout(config: &Config, limits: Limits) -> Result<CacheLayout> {
         max_draft_tokens: limits.step_tokens - 1,
     })?)
 }
+
+/// Rejects limits that no model has.
+fn check_limits(limits: Limits, weights: &Weights<'_>) -> Result<()> {
+    let refuse = |argument, value, rule| Err(ModelError::Limit { argument, value, rule });
+    match limits {
+        Limits { step_tokens: value @ (0 | 128..), .. } => refuse("step_tokens", value, "1 to 127"),
+        Limits { num_pages: 0, .. } => refuse("num_pages", 0, "at least 1"),
+        Limits { num_sequences: 0, .. } => refuse("num_sequences", 0, "at least 1"),
+        Limits { drafts: true, .. } if weights.mtp.is_none() => {
+            refuse("drafts", 1, "0: the checkpoint has no MTP module")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A part of a chunk: its number, and its first token and the end in a step.
+pub(super) type Piece = (usize, usize, usize);
 
 impl<'d> Model<'d> {
     /// A model with an empty cache.
@@ -146,44 +176,50 @@ impl<'d> Model<'d> {
         limits: Limits,
         kernels: Kernels,
     ) -> Result<Self> {
-        let refuse = |argument, value, rule| Err(ModelError::Limit { argument, value, rule });
-        match limits {
-            Limits { step_tokens: value @ (0 | 128..), .. } => {
-                return refuse("step_tokens", value, "1 to 127");
-            }
-            Limits { num_pages: 0, .. } => return refuse("num_pages", 0, "at least 1"),
-            Limits { num_sequences: 0, .. } => return refuse("num_sequences", 0, "at least 1"),
-            _ => {}
-        }
+        check_limits(limits, &weights)?;
         let layout = layout(config, limits)?;
-        let Limits { num_pages, num_sequences, .. } = limits;
-        let capacity = Capacity { num_pages, num_sequences, num_snapshots: 0 };
+        let Limits { num_pages, num_sequences, num_snapshots, .. } = limits;
+        let capacity = Capacity { num_pages, num_sequences, num_snapshots };
         let rows = config.max_positions.min(num_pages * TOKENS_PER_PAGE);
+        let tail = DType::Bf16.size() * NUM_STREAMS * config.hidden_size;
+        let tail = if limits.drafts { tail } else { 0 };
         Ok(Self {
-            device,
-            config: config.clone(),
             weights,
             limits,
-            caches: Caches::new(device, &layout, capacity)?,
+            parts: Parts {
+                device,
+                config: config.clone(),
+                caches: Caches::new(device, &layout, capacity, tail)?,
+                tables: Tables::new(device, config, rows)?,
+                buffers: Buffers::new(device),
+                kernels,
+                tap: None,
+            },
             manager: CacheManager::new(layout, capacity)?,
-            tables: Tables::new(device, config, rows)?,
-            buffers: Buffers::new(device),
-            kernels,
         })
     }
 
     /// The configuration.
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.parts.config
     }
 
-    /// Starts a sequence without tokens.
+    /// Lets a tap run every later launch; `None` ends that.
+    pub fn set_tap(&mut self, tap: Option<Box<dyn Tap + 'd>>) {
+        self.parts.tap = tap;
+    }
+
+    /// Starts a sequence, with the longest prefix of its prompt whose state is saved.
     ///
     /// # Errors
-    /// Every state of the cache is taken.
-    pub fn admit(&mut self) -> Result<SequenceId> {
-        // No prefix is cached, so the prompt does not matter here.
-        Ok(self.manager.admit(&[self.config.bos])?.sequence)
+    /// An empty prompt, every state of the cache is taken.
+    pub fn admit(&mut self, prompt: &[u32]) -> Result<Admitted> {
+        let admitted = self.manager.admit(prompt)?;
+        let cache_manager::Admitted { sequence, cached_tokens, restore } = admitted;
+        if let Some(snapshot) = restore {
+            self.parts.caches.restore(snapshot, sequence.slot())?;
+        }
+        Ok(Admitted { sequence, cached_tokens })
     }
 
     /// Ends a sequence; its pages and its state are free.
@@ -202,6 +238,15 @@ impl<'d> Model<'d> {
         Ok(self.manager.num_tokens(sequence)?)
     }
 
+    /// The bytes of all pages, and of all states, to compare runs. Rows at and beyond the end of a
+    /// sequence hold whatever was last written there, which no kernel reads.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn cache_contents(&self) -> Result<[Vec<u8>; 2]> {
+        Ok(self.parts.caches.contents()?)
+    }
+
     /// Appends tokens to their sequences, chunks of prompts and decoded ones alike. Returns the
     /// logits after each of the tokens, `vocab_size` for each, chunk by chunk.
     ///
@@ -210,14 +255,16 @@ impl<'d> Model<'d> {
     pub fn logits(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Vec<f32>>>> {
         self.check(chunks)?;
         let mut all: Vec<Vec<Vec<f32>>> = vec![Vec::new(); chunks.len()];
-        for part in self.parts(chunks) {
-            let batch = self.step(chunks, &part)?;
+        for pieces in self.pieces(chunks)? {
+            let fed = of_pieces(chunks, &pieces);
+            let batch = self.step(&fed)?;
             let rows: Vec<i32> = (0..batch.num_tokens() as i32).collect();
             let logits = self.head(&batch, &rows)?;
             let mut logits = self.floats(&logits)?.into_iter();
-            for &(chunk, from, to) in &part {
+            for &(chunk, from, to) in &pieces {
                 all[chunk].extend((from..to).filter_map(|_| logits.next()));
             }
+            self.settle(&batch, &fed)?;
         }
         Ok(all)
     }
@@ -230,41 +277,39 @@ impl<'d> Model<'d> {
     /// As [`Self::logits`].
     pub fn sample(&mut self, chunks: &[Chunk<'_>], sampling: &[Sampling]) -> Result<Vec<u32>> {
         self.check(chunks)?;
-        if sampling.len() != chunks.len() {
-            let (argument, value) = ("sampling", sampling.len());
-            return Err(ModelError::Limit { argument, value, rule: "one for each chunk" });
-        }
+        check_sampling(chunks, sampling)?;
         let mut sampled = vec![0; chunks.len()];
-        for part in self.parts(chunks) {
-            let batch = self.step(chunks, &part)?;
+        for pieces in self.pieces(chunks)? {
+            let fed = of_pieces(chunks, &pieces);
+            let batch = self.step(&fed)?;
             // Rows whose chunk ends in this step.
             let mut ends = Vec::new();
             let mut row = 0;
-            for &(chunk, from, to) in &part {
+            for &(chunk, from, to) in &pieces {
                 row += to - from;
                 if to == chunks[chunk].tokens.len() {
                     ends.push((chunk, row as i32 - 1));
                 }
             }
-            if ends.is_empty() {
-                continue;
-            }
             let rows: Vec<i32> = ends.iter().map(|&(_, row)| row).collect();
-            let logits = self.head(&batch, &rows)?;
             let requests: Vec<(Sampling, u64)> = ends
                 .iter()
                 .map(|&(chunk, row)| (sampling[chunk], batch.positions[row as usize] as u64 + 1))
                 .collect();
-            let tokens = self.draw(&logits, &requests)?;
-            ends.iter().zip(tokens).for_each(|(&(chunk, _), token)| sampled[chunk] = token);
+            if !ends.is_empty() {
+                let logits = self.head(&batch, &rows)?;
+                let tokens = self.draw(&logits, &requests)?;
+                ends.iter().zip(tokens).for_each(|(&(chunk, _), token)| sampled[chunk] = token);
+            }
+            self.settle(&batch, &fed)?;
         }
         Ok(sampled)
     }
 
     /// Everything that a call may refuse, for the whole of all chunks.
-    fn check(&self, chunks: &[Chunk<'_>]) -> Result<()> {
-        let vocab_size = self.config.vocab_size;
-        let (mut needed, most) = (0, self.config.max_positions);
+    pub(super) fn check(&self, chunks: &[Chunk<'_>]) -> Result<()> {
+        let vocab_size = self.config().vocab_size;
+        let (mut needed, most) = (0, self.config().max_positions);
         for (at, Chunk { sequence, tokens }) in chunks.iter().enumerate() {
             let length = self.manager.num_tokens(*sequence)?;
             if tokens.is_empty() {
@@ -290,128 +335,73 @@ impl<'d> Model<'d> {
         Ok(())
     }
 
-    /// Chunks as steps: for each step the chunk, and its first and last tokens.
-    fn parts(&self, chunks: &[Chunk<'_>]) -> Vec<Vec<(usize, usize, usize)>> {
-        let most = self.limits.step_tokens;
-        let steps = chunks.iter().map(|chunk| chunk.tokens.len().div_ceil(most)).max();
-        let of_step = |step: usize| {
-            let of_chunk = |(number, chunk): (usize, &Chunk<'_>)| {
-                let (from, end) = (step * most, chunk.tokens.len());
-                (from < end).then_some((number, from, end.min(from + most)))
-            };
-            chunks.iter().enumerate().filter_map(of_chunk).collect()
-        };
-        (0..steps.unwrap_or(0)).map(of_step).collect()
+    /// Chunks as steps. Where states are saved, no step crosses the end of a page.
+    fn pieces(&self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<Piece>>> {
+        let mut starts = vec![0; chunks.len()];
+        let mut steps = Vec::new();
+        loop {
+            let mut pieces = Vec::new();
+            for (number, chunk) in chunks.iter().enumerate() {
+                let from = starts[number];
+                if from == chunk.tokens.len() {
+                    continue;
+                }
+                let position = self.manager.num_tokens(chunk.sequence)? + from;
+                let most = match self.limits.num_snapshots {
+                    0 => self.limits.step_tokens,
+                    _ => self.limits.step_tokens.min(TOKENS_PER_PAGE - position % TOKENS_PER_PAGE),
+                };
+                starts[number] = chunk.tokens.len().min(from + most);
+                pieces.push((number, from, starts[number]));
+            }
+            if pieces.is_empty() {
+                return Ok(steps);
+            }
+            steps.push(pieces);
+        }
     }
 
     /// One step: the streams of its tokens after the last layer.
-    fn step(&mut self, chunks: &[Chunk<'_>], part: &[(usize, usize, usize)]) -> Result<Batch> {
-        let parts: Vec<(SequenceId, &[u32])> = part
-            .iter()
-            .map(|&(chunk, from, to)| (chunks[chunk].sequence, &chunks[chunk].tokens[from..to]))
-            .collect();
-        let batch = Batch::new(&mut self.manager, &parts)?;
-        let mut step = Step {
-            device: self.device,
-            config: &self.config,
-            tables: &self.tables,
-            caches: &self.caches,
-            buffers: &mut self.buffers,
-            kernels: self.kernels,
-            batch: &batch,
-            current: 0,
-        };
+    pub(super) fn step(&mut self, fed: &[Fed<'_>]) -> Result<Batch> {
+        let batch = Batch::new(&mut self.manager, fed)?;
+        let mut step: Step<'_, '_> = self.parts.step(&batch);
         step.upload()?;
-        let kinds = &self.config.layers;
-        step.main_layers(kinds, &self.weights.shared["embed"], &self.weights.layers)?;
+        step.main_layers(&self.weights.shared["embed"], &self.weights.layers)?;
         Ok(batch)
     }
 
-    /// The logits of some of a step's tokens, `[num_rows, vocab_size]` f32.
-    fn head(&mut self, batch: &Batch, rows: &[i32]) -> Result<TensorView> {
-        let mut step = Step {
-            device: self.device,
-            config: &self.config,
-            tables: &self.tables,
-            caches: &self.caches,
-            buffers: &mut self.buffers,
-            kernels: self.kernels,
-            batch,
-            current: 0,
-        };
-        let hidden = step.final_hidden(&self.weights.shared)?;
-        let rows = self.buffers.upload("sampled_rows", &[rows.len()], rows)?;
-        let shape = [rows.shape[0], self.config.vocab_size];
-        let logits = self.buffers.view("logits", DType::F32, &shape)?;
-        let views = Views::from([("hidden", &hidden), ("weight", &self.weights.shared["head"])]);
-        lm_head::forward(self.device, &views.with("rows", &rows).with("logits", &logits))?;
-        Ok(logits)
-    }
-
-    /// A token for each row of logits, by the sampling of its request and the position.
-    fn draw(&mut self, logits: &TensorView, requests: &[(Sampling, u64)]) -> Result<Vec<u32>> {
-        let rows = [requests.len()];
-        let words = |of: &dyn Fn(&(Sampling, u64)) -> u64| -> Vec<u8> {
-            requests.iter().flat_map(|request| of(request).to_ne_bytes()).collect()
-        };
-        let floats = |of: &dyn Fn(&Sampling) -> f32| -> Vec<u8> {
-            requests.iter().flat_map(|(sampling, _)| of(sampling).to_ne_bytes()).collect()
-        };
-        let lists = [
-            ("temperature", DType::F32, floats(&|sampling| sampling.temperature)),
-            ("top_p", DType::F32, floats(&|sampling| sampling.top_p)),
-            ("seed", DType::I64, words(&|(sampling, _)| sampling.seed)),
-            ("step", DType::I64, words(&|&(_, position)| position)),
-        ];
-        let mut views = Views::from([("logits", logits)]);
-        for (name, dtype, bytes) in lists {
-            views.put(name, self.buffers.upload_bytes(name, dtype, &rows, &bytes)?);
+    /// What remains of a step when its head has run, for the tokens that were kept: the window of
+    /// the MTP module, and states of prefixes.
+    pub(super) fn settle(&mut self, batch: &Batch, kept: &[Fed<'_>]) -> Result<()> {
+        if self.limits.drafts {
+            self.feed_module(batch, kept)?;
         }
-        let tokens = self.buffers.view("tokens", DType::I32, &rows)?;
-        sampler::forward(self.device, &views.with("tokens", &tokens))?;
-        let bytes = self.download(&tokens)?;
-        let ids = bytes.as_chunks::<4>().0.iter().map(|&bytes| i32::from_ne_bytes(bytes));
-        // A row of NaN has no token; the text ends there.
-        Ok(ids.map(|id| u32::try_from(id).unwrap_or(self.config.eos)).collect())
-    }
-
-    /// The bytes of a dense tensor, after all launches.
-    fn download(&self, view: &TensorView) -> Result<Vec<u8>> {
-        let backend = self.device.backend();
-        backend.synchronize()?;
-        let mut bytes = vec![0; view.elements() * view.dtype.size()];
-        backend.download(view.address, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    /// The rows of an fp32 matrix.
-    fn floats(&self, view: &TensorView) -> Result<Vec<Vec<f32>>> {
-        let bytes = self.download(view)?;
-        let numbers: Vec<f32> =
-            bytes.as_chunks::<4>().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)).collect();
-        Ok(numbers.chunks(view.shape[1].max(1)).map(<[f32]>::to_vec).collect())
+        for Fed { sequence, .. } in kept {
+            let tokens = self.manager.num_tokens(*sequence)?;
+            if self.limits.num_snapshots > 0 && tokens.is_multiple_of(TOKENS_PER_PAGE) {
+                if let Some(snapshot) = self.manager.snapshot(*sequence)? {
+                    self.parts.caches.save(sequence.slot(), snapshot)?;
+                }
+            }
+        }
+        Ok(())
     }
 }
 
-impl Step<'_, '_> {
-    /// The normed hidden state of each token, from the streams after the last layer.
-    fn final_hidden(&mut self, w: &Views) -> dsv4_runtime::Result<TensorView> {
-        let (tokens, hidden) = (self.num_tokens(), self.config.hidden_size);
-        let out = self.rows("h", DType::Bf16, hidden)?;
-        let bytes = mhc_head::forward_workspace_bytes(self.device, tokens, hidden);
-        let views = Views::from([("fn", &w["head_fn"]), ("scale", &w["head_scale"])]);
-        let views = views.with("base", &w["head_base"]).with("streams", &self.streams()?);
-        let views = views.with("out", &out).with("mix", &self.rows("mix", DType::F32, 4)?);
-        let views = views.with("rstd", &self.buffers.view("rstd", DType::F32, &[tokens])?);
-        let views = views.with("workspace", &self.buffers.workspace(bytes)?);
-        let numbers = mhc_head::Numbers {
-            norm_eps: self.config.norm_eps as f32,
-            hc_eps: self.config.hc_eps as f32,
-        };
-        mhc_head::forward(self.device, &views, numbers, self.kernels.implementation)?;
-        self.norm("u", &out, &w["norm"])
-    }
+/// The tokens of pieces of chunks.
+fn of_pieces<'c>(chunks: &[Chunk<'c>], pieces: &[Piece]) -> Vec<Fed<'c>> {
+    let of = |&(chunk, from, to): &Piece| {
+        let Chunk { sequence, tokens } = chunks[chunk];
+        Fed { sequence, tokens: &tokens[from..to], drafts: 0 }
+    };
+    pieces.iter().map(of).collect()
 }
 
-/// Tokens of a page.
-const TOKENS_PER_PAGE: usize = crate::cache::cache_layout::TOKENS_PER_PAGE;
+/// Rejects another number of samplings than of chunks.
+pub(super) fn check_sampling(chunks: &[Chunk<'_>], sampling: &[Sampling]) -> Result<()> {
+    if sampling.len() == chunks.len() {
+        return Ok(());
+    }
+    let (argument, value) = ("sampling", sampling.len());
+    Err(ModelError::Limit { argument, value, rule: "one for each chunk" })
+}

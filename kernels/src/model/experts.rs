@@ -31,7 +31,9 @@ impl Step<'_, '_> {
         let out = self.rows("y", DType::Bf16, self.config.hidden_size)?;
         let views = maps.only(&["token_topk_to_pos"]).with("y", &y);
         let views = views.with("shared", &shared).with("out", &out);
-        moe_reduce::launch(self.device, &views, false)?;
+        self.launch("moe_reduce", "y", &views, |device, views| {
+            moe_reduce::launch(device, views, false)
+        })?;
         Ok(out)
     }
 
@@ -45,7 +47,10 @@ impl Step<'_, '_> {
         let views = w.only(&["bias", "tid2eid"]).with("logits", &logits);
         let views = views.with("token_ids", &self.list("token_ids", &[tokens])?);
         let views = views.with("topk_indices", &indices).with("topk_weights", &weights);
-        router::forward(self.device, &views, self.config.route_scale as f32)?;
+        let route_scale = self.config.route_scale as f32;
+        self.launch("router", "topk_indices", &views, |device, views| {
+            router::forward(device, views, route_scale)
+        })?;
         let positions = moe_map::positions(tokens * topk, experts, ALIGNMENT);
         let mut maps = Views::from([("topk_indices", &indices)]);
         let lists: [(&'static str, &[usize]); 6] = [
@@ -64,7 +69,9 @@ impl Step<'_, '_> {
             0 => maps.clone(),
             _ => maps.clone().with("workspace", &self.buffers.workspace(bytes)?),
         };
-        moe_map::forward(self.device, &views, ALIGNMENT)?;
+        self.launch("moe_map", "maps", &views, |device, views| {
+            moe_map::forward(device, views, ALIGNMENT)
+        })?;
         Ok(maps.with("topk_weights", &weights))
     }
 
@@ -75,7 +82,9 @@ impl Step<'_, '_> {
         let weights = self.buffers.view("row_weights", DType::F32, &[positions])?;
         let views = maps.only(&["token_topk_to_pos", "pos_to_token"]);
         let views = views.with("x", u).with("y", &rows);
-        moe_expand::launch(self.device, &views, false)?;
+        self.launch("moe_expand", "expert_rows", &views, |device, views| {
+            moe_expand::launch(device, views, false)
+        })?;
         // A slot is a token with one slot; its weight is a row of one channel.
         let column = |view: &TensorView| {
             TensorView::dense(view.name.clone(), view.address, view.dtype, &[view.elements(), 1])
@@ -86,7 +95,9 @@ impl Step<'_, '_> {
             ("pos_to_token", &maps["pos_to_token_topk"]),
             ("y", &column(&weights)),
         ]);
-        moe_expand::launch(self.device, &views, false)?;
+        self.launch("moe_expand", "row_weights", &views, |device, views| {
+            moe_expand::launch(device, views, false)
+        })?;
         Ok([rows, weights])
     }
 
@@ -116,11 +127,15 @@ impl Step<'_, '_> {
         let options =
             grouped_linear_swiglu::Options { grouped, interleaved: false, quantized: PRODUCT };
         let limit = self.config.swiglu_limit as f32;
-        grouped_linear_swiglu::forward(self.device, &views, limit, options)?;
+        self.launch("grouped_linear_swiglu", "w13", &views, |device, views| {
+            grouped_linear_swiglu::forward(device, views, limit, options)
+        })?;
         let y = self.buffers.view("expert_y", DType::Bf16, &rows.shape)?;
         let views = lists.with("x", &codes).with("x_scales", &scales).with("y", &y);
         let views = views.with("w", &w["w2"]).with("w_scales", &w["w2_scales"]);
-        grouped_linear::forward(self.device, &views, grouped)?;
+        self.launch("grouped_linear", "w2", &views, |device, views| {
+            grouped_linear::forward(device, views, grouped)
+        })?;
         Ok(y)
     }
 
@@ -138,7 +153,10 @@ impl Step<'_, '_> {
             ("codes", &codes),
             ("scales", &scales),
         ]);
-        swiglu_quantize::forward(self.device, &views, self.config.swiglu_limit as f32, PRODUCT)?;
+        let limit = self.config.swiglu_limit as f32;
+        self.launch("swiglu_quantize", "shared_codes", &views, |device, views| {
+            swiglu_quantize::forward(device, views, limit, PRODUCT)
+        })?;
         self.product("shared_y", &[codes, scales], [&w["shared_w2"], &w["shared_w2_scales"]])
     }
 }

@@ -1,5 +1,5 @@
 //! A whole model (inference 12 to 15): its configuration, its checkpoint, its weights on a device,
-//! and prefill and decode through the launchers of all operators.
+//! and prefill, decode and drafts through the launchers of all operators.
 
 mod attention;
 mod batch;
@@ -7,9 +7,12 @@ mod buffers;
 mod caches;
 pub mod checkpoint;
 pub mod config;
+mod drafts;
 pub mod engine;
 mod experts;
+mod head;
 pub mod memory;
 mod step;
 mod tables;
+pub mod tap;
 pub mod weights;

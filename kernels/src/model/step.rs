@@ -10,6 +10,7 @@ use crate::model::caches::Caches;
 use crate::model::config::Config;
 use crate::model::engine::Kernels;
 use crate::model::tables::Tables;
+use crate::model::tap::{Site, Tap};
 use crate::projections::linear::{self, BLOCK, Products, Quantized, ScaleLayout, Weights};
 use crate::projections::rms_norm;
 use crate::streams::mhc_post::NUM_STREAMS;
@@ -17,20 +18,80 @@ use crate::streams::{embed_streams, mhc_mix, mhc_post, mhc_post_mix_pre, mhc_pre
 
 /// The two sites of a layer: the names of their weights.
 #[derive(Clone, Copy)]
-pub(super) struct Site {
+pub(super) struct Sublayer {
+    name: &'static str,
     norm: &'static str,
     projection: &'static str,
     scale: &'static str,
     base: &'static str,
 }
 
-pub(super) const ATTN: Site =
-    Site { norm: "attn_norm", projection: "attn_fn", scale: "attn_scale", base: "attn_base" };
-pub(super) const FFN: Site =
-    Site { norm: "ffn_norm", projection: "ffn_fn", scale: "ffn_scale", base: "ffn_base" };
+pub(super) const ATTN: Sublayer = Sublayer {
+    name: "attn",
+    norm: "attn_norm",
+    projection: "attn_fn",
+    scale: "attn_scale",
+    base: "attn_base",
+};
+pub(super) const FFN: Sublayer = Sublayer {
+    name: "ffn",
+    norm: "ffn_norm",
+    projection: "ffn_fn",
+    scale: "ffn_scale",
+    base: "ffn_base",
+};
 
 /// The names of coefficients. One site's are read while the next one's are written.
 const COEFFICIENTS: [[&str; 3]; 2] = [["pre", "post", "comb"], ["pre'", "post'", "comb'"]];
+
+/// A dense view with other axes.
+pub(super) fn shaped(view: &TensorView, shape: &[usize]) -> TensorView {
+    TensorView::dense(view.name.clone(), view.address, view.dtype, shape)
+}
+
+/// What a model has for all its steps.
+pub(super) struct Parts<'d> {
+    pub device: &'d Device,
+    pub config: Config,
+    pub tables: Tables<'d>,
+    pub caches: Caches<'d>,
+    pub buffers: Buffers<'d>,
+    pub kernels: Kernels,
+    pub tap: Option<Box<dyn Tap + 'd>>,
+}
+
+impl<'d> Parts<'d> {
+    /// A step with the lists of this batch.
+    pub fn step<'s>(&'s mut self, batch: &'s Batch) -> Step<'s, 'd> {
+        Step {
+            device: self.device,
+            config: &self.config,
+            tables: &self.tables,
+            caches: &self.caches,
+            buffers: &mut self.buffers,
+            kernels: self.kernels,
+            tap: self.tap.as_deref_mut(),
+            batch,
+            layer: None,
+            current: 0,
+        }
+    }
+
+    /// A buffer with the streams of tokens at these addresses, that many from each on,
+    /// `[num_tokens, 4, hidden_size]`.
+    pub fn gathered(&mut self, sources: &[(u64, usize)]) -> Result<TensorView> {
+        let tokens: usize = sources.iter().map(|(_, count)| count).sum();
+        let shape = [tokens, NUM_STREAMS, self.config.hidden_size];
+        let rows = self.buffers.view("module_streams", DType::Bf16, &shape)?;
+        let bytes = self.caches.tail_bytes();
+        let mut target = rows.address;
+        for &(source, count) in sources {
+            self.device.backend().copy(target, source, count * bytes)?;
+            target += (count * bytes) as u64;
+        }
+        Ok(rows)
+    }
+}
 
 /// What every launch of a step needs.
 pub(super) struct Step<'s, 'd> {
@@ -40,7 +101,10 @@ pub(super) struct Step<'s, 'd> {
     pub caches: &'s Caches<'d>,
     pub buffers: &'s mut Buffers<'d>,
     pub kernels: Kernels,
+    pub tap: Option<&'s mut (dyn Tap + 'd)>,
     pub batch: &'s Batch,
+    /// The layer that is launched.
+    pub layer: Option<usize>,
     /// Which of [`COEFFICIENTS`] are those of the current site.
     pub current: usize,
 }
@@ -48,6 +112,25 @@ pub(super) struct Step<'s, 'd> {
 impl Step<'_, '_> {
     pub fn num_tokens(&self) -> usize {
         self.batch.num_tokens()
+    }
+
+    /// Launches an operator on its tensors. `name` is what it computes there, see
+    /// [`Site::name`].
+    pub fn launch<R>(
+        &mut self,
+        operator: &'static str,
+        name: &str,
+        views: &Views,
+        launch: impl Fn(&Device, &Views) -> Result<R>,
+    ) -> Result<()> {
+        let device = self.device;
+        let mut run = || launch(device, views).map(drop);
+        match &mut self.tap {
+            Some(tap) => {
+                tap.around(device, Site { operator, name, layer: self.layer, views }, &mut run)
+            }
+            None => run(),
+        }
     }
 
     /// A buffer with rows of tokens.
@@ -104,8 +187,9 @@ impl Step<'_, '_> {
     pub fn embed(&mut self, table: &TensorView) -> Result<()> {
         let ids = self.list("token_ids", &[self.num_tokens()])?;
         let views = Views::from([("table", table), ("token_ids", &ids), ("out", &self.streams()?)]);
-        embed_streams::forward(self.device, &views, NUM_STREAMS)?;
-        Ok(())
+        self.launch("embed_streams", "embed", &views, |device, views| {
+            embed_streams::forward(device, views, NUM_STREAMS)
+        })
     }
 
     fn numbers(&self) -> mhc_mix::Numbers {
@@ -126,7 +210,7 @@ impl Step<'_, '_> {
     }
 
     /// The views of a site's projection, with scratch memory.
-    fn site(&mut self, site: Site, w: &Views) -> Result<Views> {
+    fn site(&mut self, site: Sublayer, w: &Views) -> Result<Views> {
         let (tokens, hidden) = (self.num_tokens(), self.config.hidden_size);
         let bytes = mhc_mix::forward_workspace_bytes(self.device, tokens, hidden)
             .max(mhc_post_mix_pre::forward_workspace_bytes(self.device, tokens, hidden));
@@ -139,18 +223,23 @@ impl Step<'_, '_> {
     }
 
     /// The input of the first sublayer: its coefficients, the mix of the streams, its norm.
-    pub fn first_site(&mut self, site: Site, w: &Views) -> Result<TensorView> {
+    pub fn first_site(&mut self, site: Sublayer, w: &Views) -> Result<TensorView> {
         let [pre, post, comb] = self.coefficients(self.current)?;
         let views = self.site(site, w)?.with("pre", &pre).with("post", &post).with("comb", &comb);
-        mhc_mix::forward(self.device, &views, self.numbers(), self.kernels.implementation)?;
+        let (numbers, implementation) = (self.numbers(), self.kernels.implementation);
+        self.launch("mhc_mix", site.name, &views, |device, views| {
+            mhc_mix::forward(device, views, numbers, implementation)
+        })?;
         let h = self.rows("h", DType::Bf16, self.config.hidden_size)?;
         let views = Views::from([("streams", &self.streams()?), ("pre", &pre), ("h", &h)]);
-        mhc_pre::forward(self.device, &views, None)?;
+        self.launch("mhc_pre", site.name, &views, |device, views| {
+            mhc_pre::forward(device, views, None)
+        })?;
         self.norm("u", &h, &w[site.norm])
     }
 
     /// The streams after a sublayer with output `y`, and the input of the next one.
-    pub fn next_site(&mut self, y: &TensorView, site: Site, w: &Views) -> Result<TensorView> {
+    pub fn next_site(&mut self, y: &TensorView, site: Sublayer, w: &Views) -> Result<TensorView> {
         let [_, post, comb] = self.coefficients(self.current)?;
         self.current = 1 - self.current;
         let [next_pre, next_post, next_comb] = self.coefficients(self.current)?;
@@ -159,12 +248,10 @@ impl Step<'_, '_> {
         let views = views.with("out", &self.streams()?).with("h", &h);
         let views = views.with("next_pre", &next_pre).with("next_post", &next_post);
         let views = views.with("next_comb", &next_comb);
-        mhc_post_mix_pre::forward(
-            self.device,
-            &views,
-            self.numbers(),
-            self.kernels.implementation,
-        )?;
+        let (numbers, implementation) = (self.numbers(), self.kernels.implementation);
+        self.launch("mhc_post_mix_pre", site.name, &views, |device, views| {
+            mhc_post_mix_pre::forward(device, views, numbers, implementation)
+        })?;
         self.norm("u", &h, &w[site.norm])
     }
 
@@ -172,8 +259,8 @@ impl Step<'_, '_> {
     pub fn last(&mut self, y: &TensorView) -> Result<()> {
         let ([_, post, comb], streams) = (self.coefficients(self.current)?, self.streams()?);
         let views = Views::from([("streams", &streams), ("y", y), ("post", &post)]);
-        mhc_post::forward(self.device, &views.with("comb", &comb).with("out", &streams))?;
-        Ok(())
+        let views = views.with("comb", &comb).with("out", &streams);
+        self.launch("mhc_post", "streams", &views, mhc_post::forward)
     }
 
     /// Rows over their root mean square, times a weight.
@@ -185,7 +272,10 @@ impl Step<'_, '_> {
     ) -> Result<TensorView> {
         let y = self.buffers.view(name, DType::Bf16, &x.shape)?;
         let views = Views::from([("x", x), ("weight", weight), ("y", &y)]);
-        rms_norm::forward(self.device, &views, self.config.norm_eps as f32)?;
+        let eps = self.config.norm_eps as f32;
+        self.launch("rms_norm", &weight.name, &views, |device, views| {
+            rms_norm::forward(device, views, eps)
+        })?;
         Ok(y)
     }
 
@@ -200,11 +290,10 @@ impl Step<'_, '_> {
         let scales = self.buffers.view(scales, DType::U8, &[rows, width.div_ceil(BLOCK)])?;
         let views = Views::from([("x", x), ("codes", &codes), ("scales", &scales)]);
         let (group, scale, layout) = (Group::Row128, ScaleType::E8m0, ScaleLayout::Plain);
-        quantize_fp8::quantize(
-            self.device,
-            &views,
-            quantize_fp8::Options { group, scale, layout },
-        )?;
+        let options = quantize_fp8::Options { group, scale, layout };
+        self.launch("quantize_fp8", &x.name, &views, |device, views| {
+            quantize_fp8::quantize(device, views, options)
+        })?;
         Ok([codes, scales])
     }
 
@@ -232,7 +321,10 @@ impl Step<'_, '_> {
         let workspace = self.buffers.workspace(bytes)?;
         let views = Views::from([("x", x), ("x_scales", x_scales), ("w", w)]);
         let views = views.with("w_scales", w_scales).with("y", &y).with("workspace", &workspace);
-        linear::forward_quantized(self.device, &views, self.quantized_products(Weights::Fp8))?;
+        let products = self.quantized_products(Weights::Fp8);
+        self.launch("linear", &w.name, &views, |device, views| {
+            linear::forward_quantized(device, views, products)
+        })?;
         Ok(y)
     }
 
@@ -248,27 +340,27 @@ impl Step<'_, '_> {
         let bytes = linear::forward_workspace_bytes(self.device, 1, rows, outs, ins);
         let workspace = self.buffers.workspace(bytes)?;
         let views = Views::from([("x", x), ("w", w), ("y", &y), ("workspace", &workspace)]);
-        linear::forward(self.device, &views, Products::Own)?;
+        self.launch("linear", &w.name, &views, |device, views| {
+            linear::forward(device, views, Products::Own)
+        })?;
         Ok(y)
     }
 
     /// All main layers, from the tokens' ids to the streams after the last one.
-    pub fn main_layers(
-        &mut self,
-        kinds: &[LayerKind],
-        table: &TensorView,
-        layers: &[Views],
-    ) -> Result<()> {
+    pub fn main_layers(&mut self, table: &TensorView, layers: &[Views]) -> Result<()> {
         self.embed(table)?;
         let mut y: Option<TensorView> = None;
-        for (layer, (&kind, w)) in kinds.iter().zip(layers).enumerate() {
+        for (layer, (&kind, w)) in self.config.layers.iter().zip(layers).enumerate() {
+            self.layer = Some(layer);
             let u = match &y {
                 Some(y) => self.next_site(y, ATTN, w)?,
                 None => self.first_site(ATTN, w)?,
             };
             y = Some(self.sublayers(layer, kind, &u, w)?);
         }
-        y.map_or(Ok(()), |y| self.last(&y))
+        y.map_or(Ok(()), |y| self.last(&y))?;
+        self.layer = None;
+        Ok(())
     }
 
     /// Both sublayers of a layer, from the input of the first to the output of the second.

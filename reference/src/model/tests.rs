@@ -115,7 +115,14 @@ fn model(golden: &Golden, tokens: usize, window: usize) -> Result<Model> {
         streams: mhc_mix::Numbers { sinkhorn_iters: 20, norm_eps: 1e-6, hc_eps: 1e-6 },
     };
     let (main, compress) = (table(tokens, false)?, table(tokens, true)?);
-    Ok(Model { numbers, main, compress, shared, layers: layers.collect::<Result<_>>()? })
+    Ok(Model {
+        numbers,
+        main,
+        compress,
+        shared,
+        layers: layers.collect::<Result<_>>()?,
+        module: None,
+    })
 }
 
 /// The model with every cosine and every sine moved by that many ulps of 1.
