@@ -24,6 +24,7 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod bisect;
+pub mod blame;
 pub mod calls;
 pub mod case;
 pub mod change;

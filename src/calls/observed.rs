@@ -215,7 +215,7 @@ thread_local! {
 }
 
 /// The result of work that may panic, which is then `None` and not reported.
-fn quietly<T>(work: AssertUnwindSafe<impl FnOnce() -> T>) -> Option<T> {
+pub(crate) fn quietly<T>(work: AssertUnwindSafe<impl FnOnce() -> T>) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let report = take_hook();

@@ -7,6 +7,7 @@ pub mod output;
 mod benchmarks;
 mod beside;
 mod bisect;
+mod blame;
 mod checkpoint;
 mod ci;
 mod compile;
@@ -293,6 +294,11 @@ pub enum Command {
     Checkpoint(Box<checkpoint::CheckpointArguments>),
     /// Generate tokens from a checkpoint
     Generate(Box<generate::GenerateArguments>),
+    /// Report which operator of a whole model is to blame for an error
+    ///
+    /// Each call of a run is compared with the oracle on the tensors that the call itself read, so
+    /// an error is split into what an operator adds and what it inherits.
+    Blame(Box<blame::BlameArguments>),
     /// Report which backends work here, and why others do not
     Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
@@ -322,6 +328,7 @@ impl Command {
             | Self::Report(_)
             | Self::Ops(_)
             | Self::Checkpoint(_)
+            | Self::Blame(_)
             | Self::Generate(_) => {
                 return None;
             }
@@ -355,6 +362,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Ops(arguments) => ops::execute(&arguments),
         Command::Checkpoint(arguments) => checkpoint::execute(&arguments),
         Command::Generate(arguments) => generate::execute(&arguments),
+        Command::Blame(arguments) => blame::execute(&arguments),
         Command::Doctor(arguments) => doctor::execute(&arguments),
         Command::Compile(arguments) => compile::execute(&arguments),
         Command::Completions(arguments) => completions::execute(&arguments),

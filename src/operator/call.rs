@@ -58,6 +58,10 @@ impl Call {
         declared.filter(|(_, spec)| spec.present && spec.is_stored()).map(placed).collect()
     }
 
+    pub(super) fn any_case(&self) -> AnyCase {
+        self.case.clone()
+    }
+
     /// The line of the case.
     pub fn line(&self) -> Case {
         self.case.line()

@@ -206,6 +206,14 @@ impl Inputs {
         tensors.extend(observed);
     }
 
+    /// What stored bytes mean, where the operator observes them.
+    pub(super) fn observed(&self, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+        match self.specs().present().any(|spec| spec.part == Part::Observed) {
+            true => self.case.observe(&self.tensors, written),
+            false => Vec::new(),
+        }
+    }
+
     /// Its tensors on a device, with the workspaces that its launches need.
     pub(super) fn placed<'d>(
         &self,

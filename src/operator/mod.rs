@@ -19,6 +19,7 @@ use crate::case::{Case, CaseError};
 use crate::record::Seconds;
 pub use crate::record::{Family, RoundingPoints};
 
+pub mod actual;
 pub mod any;
 pub mod benchmarks;
 pub mod call;

@@ -39,6 +39,7 @@ use crate::record::{CaseRecord, Report, words};
 
 pub mod benchmarks;
 pub mod beside;
+pub mod blame;
 pub mod ci;
 pub mod diagnosis;
 pub mod diff;

@@ -95,7 +95,7 @@ fn code_of(text: &str) -> String {
 }
 
 /// The rooms of `src`. A room may depend only on rooms before it in this list.
-const ROOMS: [&str; 17] = [
+const ROOMS: [&str; 18] = [
     "specification",
     "case",
     "record",
@@ -106,6 +106,7 @@ const ROOMS: [&str; 17] = [
     "change",
     "judge",
     "external",
+    "blame",
     "sweep",
     "mutants",
     "bisect",

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Duration;
 
+use dsv4_parity::blame::{dump, judge};
 use dsv4_parity::case::Case;
 use dsv4_parity::external::adapter::Adapter;
 use dsv4_parity::external::process::{Call as _, Worker};
@@ -316,6 +317,37 @@ fn golden_files() {
                 .any(|operator| operator.golden(&file).is_ok_and(|cases| !cases.is_empty()))
         });
     }
+}
+
+#[test]
+fn calls_of_other_stacks() {
+    let of = |dtype, shape: &[usize]| {
+        let values: Vec<f64> =
+            (0..shape.iter().product()).map(|at| f64::from(at as u8) + 1.0).collect();
+        wire::WireTensor::from(&HostTensor::from_f64(dtype, shape, &values))
+    };
+    let norm = [
+        ("x", of(DType::Bf16, &[2, 8])),
+        ("weight", of(DType::F32, &[8])),
+        ("y", of(DType::Bf16, &[2, 8])),
+    ];
+    let expand = [
+        ("x", of(DType::F32, &[2, 4])),
+        ("token_topk_to_pos", (&HostTensor::from_i32(&[2, 1], &[1, 0])).into()),
+        ("pos_to_token", (&HostTensor::from_i32(&[2], &[1, 0])).into()),
+        ("y", of(DType::F32, &[2, 4])),
+    ];
+    let under =
+        |call: &str, (name, tensor): (&str, wire::WireTensor)| (format!("{call}/{name}"), tensor);
+    let norm = norm.map(|tensor| under("000000/0/rms_norm/attn_norm", tensor));
+    let expand = expand.map(|tensor| under("000001/-/moe_expand/rows", tensor));
+    let tensors: wire::WireTensors = norm.into_iter().chain(expand).collect();
+    let bytes = wire::to_bytes(&tensors).expect("bytes");
+    tried_as_file("calls.safetensors", vec![bytes], |path| {
+        let Ok((calls, _)) = dump::read(path.parent().expect("a folder")) else { return false };
+        dump::compare(&calls, &calls);
+        judge::all(&calls).iter().any(|finding| finding.skipped.is_none())
+    });
 }
 
 #[test]

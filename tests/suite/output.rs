@@ -136,9 +136,11 @@ impl Scene {
             ("external", external.into_iter().map(str::to_owned).collect()),
         ];
         let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
-        let rest: [(&str, Vec<&str>); 19] = [
+        let blame = ["blame", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
+        let rest: [(&str, Vec<&str>); 20] = [
             ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
             ("generate", [&generate[..], &["--backend", &backend]].concat()),
+            ("blame", [&blame[..], &["--backend", &backend]].concat()),
             ("beside", vec!["beside", "pairs.toml", "ours.jsonl", "theirs.jsonl"]),
             ("merge", vec!["merge", "head", "--out", "merged", "--regressions", "regressions"]),
             ("diff", vec!["diff", "head", "head"]),

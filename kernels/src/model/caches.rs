@@ -1,6 +1,6 @@
 //! The caches of a model on a device: one pool of pages and one state for each sequence, packed as
-//! [`crate::cache::cache_layout`] says (inference 13). After a state's regions follow the streams of
-//! its last token, which the MTP module reads when the next token is known (inference 12.2).
+//! [`crate::cache::cache_layout`] says (inference 13). After a state's regions follow the streams
+//! of its last token, which the MTP module reads when the next token is known (inference 12.2).
 
 use dsv4_runtime::{DType, Device, Result, TensorView};
 

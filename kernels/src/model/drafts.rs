@@ -1,15 +1,16 @@
 //! Draft tokens by the MTP module (inference 12.2), and their verification.
 //!
-//! Row i of the module has the streams of position i and the embedding of token i + 1. So the row of
-//! a sequence's last token waits for the next token; its streams are kept with the sequence's state.
+//! Row i of the module has the streams of position i and the embedding of token i + 1. So the row
+//! of a sequence's last token waits for the next token. Its streams are kept with the sequence's
+//! state.
 //!
 //! ```text
-//! step    tokens n .. m of a sequence, m of them kept     module: window rows n - 1 .. m - 2
-//! draft   token m, not fed yet                            module: row m - 1, and of its own streams further ones
+//! step    tokens n .. m of a sequence are kept   module: rows n - 1 .. m - 1 of its window
+//! draft   token m, not fed yet                   module: row m - 1, then rows of its own streams
 //! ```
 //!
-//! What a step writes to the module's window follows from kept tokens only. Rows of drafts lie ahead
-//! of the sequence, and later rows of these positions overwrite them.
+//! What a step writes to the module's window follows from kept tokens only. Rows of drafts lie
+//! ahead of the sequence, and later rows of these positions overwrite them.
 
 use dsv4_runtime::{DType, TensorView, Views};
 

@@ -378,10 +378,10 @@ impl<'d> Model<'d> {
         }
         for Fed { sequence, .. } in kept {
             let tokens = self.manager.num_tokens(*sequence)?;
-            if self.limits.num_snapshots > 0 && tokens.is_multiple_of(TOKENS_PER_PAGE) {
-                if let Some(snapshot) = self.manager.snapshot(*sequence)? {
-                    self.parts.caches.save(sequence.slot(), snapshot)?;
-                }
+            let is_saved = self.limits.num_snapshots > 0 && tokens.is_multiple_of(TOKENS_PER_PAGE);
+            let snapshot = if is_saved { self.manager.snapshot(*sequence)? } else { None };
+            if let Some(snapshot) = snapshot {
+                self.parts.caches.save(sequence.slot(), snapshot)?;
             }
         }
         Ok(())

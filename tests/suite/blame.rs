@@ -1,0 +1,169 @@
+//! Which operator of a whole model is to blame.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
+use dsv4_kernels::implementation::Implementation;
+use dsv4_kernels::model::checkpoint::Checkpoint;
+use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, Sampling};
+use dsv4_kernels::model::weights::Weights;
+use dsv4_parity::blame::calls::{self, Called};
+use dsv4_parity::blame::judge;
+use dsv4_parity::blame::summary::Blame;
+use dsv4_parity::model::random::{self, Sizes};
+use dsv4_parity::mutants::planted;
+use dsv4_runtime::Device;
+
+use crate::command_line::{Parity, changed_kernels};
+use crate::extent::left_out;
+use crate::model::{LIMITS, sizes, text};
+use crate::support::{device, fixtures};
+
+/// Rooms whose changes run the long tests of this file.
+const BLAME: [&str; 2] = ["src/blame/", "kernels/src/model/"];
+
+/// A checkpoint of these layers with an MTP module.
+fn checkpoint(layers: &[LayerKind]) -> (Checkpoint, tempfile::TempDir) {
+    let sizes = Sizes { num_mtp_layers: 1, ..sizes(layers) };
+    let folder = tempfile::tempdir().expect("a folder");
+    random::write(folder.path(), &sizes.config(), 1, &|_, _| {}).expect("a checkpoint");
+    (Checkpoint::open(folder.path()).expect("a checkpoint"), folder)
+}
+
+/// The calls of a chunk of a prompt, of a decoded token, and of a draft.
+fn recorded(device: &Device, checkpoint: &Checkpoint) -> Result<Vec<Called>, String> {
+    let run = || -> Result<Vec<Called>, Box<dyn std::error::Error>> {
+        let weights = Weights::load(device, checkpoint, &mut |_, _| {})?;
+        let limits = Limits { drafts: true, num_sequences: 1, ..LIMITS };
+        let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: false };
+        let config = checkpoint.config();
+        let mut model = Model::new(device, config, weights, limits, kernels)?;
+        let (tap, calls) = calls::recorder(config);
+        model.set_tap(Some(tap));
+        let prompt = text(1, 9);
+        let sequence = model.admit(&prompt)?.sequence;
+        let sampling = [Sampling { temperature: 2.0, top_p: 1.0, seed: 5 }];
+        let next = model.sample(&[Chunk { sequence, tokens: &prompt }], &sampling)?;
+        let chunk = Chunk { sequence, tokens: &next };
+        model.draft(&[chunk], 1, &sampling)?;
+        model.set_tap(None);
+        Ok(calls.take())
+    };
+    run().map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_call_of_a_right_model_is_within_its_own_budget_and_errors_grow() {
+    let layers: &[LayerKind] = if left_out(&BLAME) { &[Csa] } else { &[Window, Csa, Hca] };
+    let (checkpoint, _folder) = checkpoint(layers);
+    let calls = recorded(device(), &checkpoint).expect("calls");
+    // Each operator of the path has a bug in the list.
+    let operators: BTreeSet<&str> = calls.iter().map(|call| call.place.operator.as_str()).collect();
+    assert_eq!(operators, MUTANTS.iter().map(|(_, operator)| *operator).collect());
+    let (run, num_layers) = (String::new(), Some(layers.len()));
+    let blame = Blame { run, num_layers, findings: judge::all(&calls) };
+    let skipped: Vec<_> = blame.skipped().collect();
+    assert!(skipped.is_empty(), "{skipped:#?}");
+    assert!(blame.first().is_none(), "{:#?}", blame.first());
+    let growth = blame.growth();
+    assert_eq!(growth.len(), layers.len() + 1, "{growth:?}");
+    // The error grows from layer to layer, and a layer's last call adds a small part of it.
+    let main = &growth[..layers.len()];
+    assert!(main.windows(2).all(|pair| pair[0].total < pair[1].total), "{growth:?}");
+    assert!(growth.iter().all(|of| 0.0 < of.added && 2.0 * of.added < of.total), "{growth:?}");
+    // The first layer inherits nothing before anything was rounded.
+    let first = blame.findings.iter().find(|finding| finding.place.operator == "mhc_mix");
+    assert!(first.expect("a mix").errors.iter().all(|error| error.inherited == 0.0));
+}
+
+/// Bugs of kernels of the path, one for each operator, and the operator that has the bug.
+const MUTANTS: [(&str, &str); 28] = [
+    ("embed_streams_first_stream_alone", "embed_streams"),
+    ("mhc_mix_comb_transposed", "mhc_mix"),
+    ("topk_lengths_ignored", "topk"),
+    ("mhc_pre_stream_left_out", "mhc_pre"),
+    ("rms_norm_normalised_x_rounded", "rms_norm"),
+    ("fp8_scale_without_its_ceiling", "quantize_fp8"),
+    ("linear_quantised_e8m0_as_a_number", "linear"),
+    ("query_norm_rope_without_the_mean", "query_norm_rope"),
+    ("kv_norm_rope_write_without_the_mean", "kv_norm_rope_write"),
+    ("compressor_stream_score_without_ape", "compressor_stream"),
+    ("cache_write_scale_rounded_down", "kv_cache_write"),
+    ("indexer_cache_without_transform", "indexer_cache_write"),
+    ("indexer_query_scale_left_out", "indexer_query"),
+    ("indexer_logits_relu_left_out", "indexer_logits"),
+    ("decode_sink_dropped_in_whole_units", "decode_attention"),
+    ("rope_leading_channels_rotate", "rope"),
+    ("mhc_post_mix_pre_comb_transposed", "mhc_post_mix_pre"),
+    ("router_not_normalised", "router"),
+    ("moe_map_slot_for_token", "moe_map"),
+    ("moe_expand_first_slot_alone", "moe_expand"),
+    ("grouped_linear_swiglu_gate_and_up_exchanged", "grouped_linear_swiglu"),
+    ("grouped_linear_result_offset_wraps", "grouped_linear"),
+    ("swiglu_quantize_gate_and_up_exchanged", "swiglu_quantize"),
+    ("moe_reduce_shared_row_left_out", "moe_reduce"),
+    ("mhc_post_overwrites_what_it_reads", "mhc_post"),
+    ("mhc_head_factor_of_post", "mhc_head"),
+    ("lm_head_always_the_first_stage", "lm_head"),
+    ("sampler_unlikely_wins", "sampler"),
+];
+
+/// How many of them a commit tries that changed nothing here.
+const FEW: usize = 2;
+
+#[test]
+fn a_bug_of_a_kernel_of_the_path_is_blamed_on_its_operator() {
+    let mutants = planted::load(&fixtures().join("mutants")).expect("mutants");
+    let (checkpoint, _folder) = checkpoint(&[Csa]);
+    let tried = if left_out(&BLAME) { FEW } else { MUTANTS.len() };
+    for (id, operator) in &MUTANTS[..tried] {
+        let mutant = mutants.iter().find(|mutant| mutant.id == *id).expect("a mutant");
+        let planted = mutant.plant(device().tree()).expect("a tree");
+        let calls = recorded(&device().with_tree(planted), &checkpoint).expect("calls");
+        let found = judge::first(&calls).map(|found| found.place.operator);
+        assert_eq!(found.as_deref(), Some(*operator), "{id}");
+    }
+}
+
+#[test]
+fn the_command_names_a_bug_writes_a_page_and_reads_what_it_saved() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (tiny, saved, other, page) = (path("tiny"), path("saved"), path("other"), path("page"));
+    let config = sizes(&[Window]).config();
+    random::write(Path::new(&tiny), &config, 1, &|_, _| {}).expect("a checkpoint");
+    let blame = |more: &[&str]| Parity::new(&[&["blame"], more].concat()).run();
+    let run = ["--model", &tiny, "--prompt-tokens", "1,2,3", "--max-tokens", "1"];
+    let run = [&run[..], &["--backend", "emulator"]].concat();
+    let right = blame(&[&run[..], &["--save", &saved]].concat());
+    right.assert_code(0);
+    assert!(right.stdout.starts_with("every call is within its own budget"), "{}", right.stdout);
+    assert!(right.stdout.lines().all(|line| line.chars().count() <= 80), "{}", right.stdout);
+    let kernels = changed_kernels(folder.path(), "rms_norm.cu", "(width) + eps", "(width) + 1.0f");
+    let kernels = kernels.display().to_string();
+    let more = ["--kernels", &kernels, "--out", &page, "--save", &other];
+    let wrong = blame(&[&run[..], &more].concat());
+    wrong.assert_code(1);
+    let said = "first outside its own budget: rms_norm attn_norm of layer 0, call 3";
+    assert!(wrong.stdout.starts_with(said), "{}", wrong.stdout);
+    let html = std::fs::read_to_string(Path::new(&page).join("index.html")).expect("a page");
+    assert!(html.contains("first outside its own budget"));
+    let numbers = std::fs::read(Path::new(&page).join("blame.json")).expect("numbers");
+    let numbers: serde_json::Value = serde_json::from_slice(&numbers).expect("JSON");
+    assert_eq!(numbers["findings"][3]["operator"], "rms_norm");
+    // What was saved is judged in the same way, without the run.
+    blame(&["--dump", &saved]).assert_code(0);
+    let again = blame(&["--dump", &other]);
+    again.assert_code(1);
+    assert!(again.stdout.starts_with(said), "{}", again.stdout);
+    let apart = blame(&["--dump", &saved, "--against", &other]);
+    apart.assert_code(1);
+    let said = "the runs part at rms_norm attn_norm of layer 0, call 3";
+    assert!(apart.stdout.starts_with(said), "{}", apart.stdout);
+    blame(&["--dump", &saved, "--against", &saved]).assert_code(0);
+    blame(&["--dump", &page]).assert_bad_input(&["no file of tensors"]);
+    let broken = Path::new(&saved).join("calls.json");
+    std::fs::write(broken, "{").expect("written");
+    blame(&["--dump", &saved]).assert_bad_input(&["calls.json"]);
+}
