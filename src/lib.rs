@@ -12,6 +12,7 @@
 //! - [`judge`]: what runs a case, what is compared, and how strictly;
 //! - [`record`]: the record of one case, and the journal of a run;
 //! - [`sweep`]: many cases, saved failing cases, and many workers that may be killed;
+//! - [`coverage`]: which lines of the kernels the cases of a sweep run;
 //! - [`mutants`]: planted mutants, generated mutants, and which checks see them;
 //! - [`model`]: whole models: random checkpoints, and the oracle of a model on a device;
 //! - [`change`]: what a commit must run of all that;
@@ -29,6 +30,7 @@ pub mod calls;
 pub mod case;
 pub mod change;
 pub mod command;
+pub mod coverage;
 pub mod external;
 pub mod judge;
 pub mod model;

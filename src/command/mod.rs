@@ -12,6 +12,7 @@ mod checkpoint;
 mod ci;
 mod compile;
 mod completions;
+mod coverage;
 mod diff;
 mod doctor;
 mod external;
@@ -303,6 +304,11 @@ pub enum Command {
     Doctor(doctor::DoctorArguments),
     /// Compile every kernel with NVRTC, which needs no GPU
     Compile(compile::CompileArguments),
+    /// List the lines of kernels that no case of a sweep runs
+    ///
+    /// Each case is launched once on an emulator that counts lines; nothing is compared. It needs
+    /// g++ and its gcov. The exit code is 1 if a line that never ran is not in the list of reasons.
+    Coverage(Box<coverage::CoverageArguments>),
     /// Print the completions of a shell
     Completions(completions::CompletionsArguments),
     /// Write man pages
@@ -314,6 +320,7 @@ impl Command {
     fn memory(&self) -> Option<Limit> {
         let given = match self {
             Self::Run(arguments) => &arguments.device.memory,
+            Self::Coverage(arguments) => &arguments.device.memory,
             Self::External(arguments) => &arguments.memory,
             Self::ExternalWorker(arguments) => &arguments.device.memory,
             Self::Golden(arguments) => &arguments.device.memory,
@@ -365,6 +372,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Blame(arguments) => blame::execute(&arguments),
         Command::Doctor(arguments) => doctor::execute(&arguments),
         Command::Compile(arguments) => compile::execute(&arguments),
+        Command::Coverage(arguments) => coverage::execute(&arguments),
         Command::Completions(arguments) => completions::execute(&arguments),
         Command::Man(arguments) => man::execute(&arguments),
     }

@@ -108,6 +108,7 @@ const ROOMS: [&str; 18] = [
     "external",
     "blame",
     "sweep",
+    "coverage",
     "mutants",
     "bisect",
     "report",

@@ -244,6 +244,17 @@ UNWATCHED inline void require_global(const void* address, const char* what) {
 }
 }  // namespace emulator
 
+#ifdef PARITY_COVERAGE
+// Adds how often each line has run to the module's file (kernels/runtime/src/emulator/coverage.rs). The functions are those of
+// the compiler's library.
+extern "C" void __gcov_dump();
+extern "C" void __gcov_reset();
+EMULATOR_EXPORT UNWATCHED void emulator_dump_counts() {
+    __gcov_dump();
+    __gcov_reset();
+}
+#endif
+
 EMULATOR_EXPORT UNWATCHED void* emulator_thread_storage() { return emulator::thread_storage().start; }
 EMULATOR_EXPORT UNWATCHED void emulator_poison_static_shared(uint8_t byte) {
     const emulator::ThreadStorage storage = emulator::thread_storage();

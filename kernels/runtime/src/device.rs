@@ -71,6 +71,8 @@ pub struct Device {
     tree: Arc<SourceTree>,
     modules: Modules,
     exchange: Exchange,
+    /// The environment that launchers see, where it is not the backend's own.
+    environment: Option<Environment>,
 }
 
 impl Device {
@@ -108,6 +110,7 @@ impl Device {
             tree: Arc::new(tree),
             modules: Modules::default(),
             exchange: Exchange::None,
+            environment: None,
         }
     }
 
@@ -115,7 +118,8 @@ impl Device {
     pub fn recording(environment: Environment, tree: SourceTree) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Exchange::Record(Mutex::default());
-        Self { backend, tree: Arc::new(tree), modules: Modules::default(), exchange }
+        let (tree, modules) = (Arc::new(tree), Modules::default());
+        Self { backend, tree, modules, exchange, environment: None }
     }
 
     /// A device that claims to be `environment`, accepts launches and runs none: outputs keep the
@@ -160,7 +164,29 @@ impl Device {
             tree: self.tree.clone(),
             modules: self.modules.clone(),
             exchange,
+            environment: self.environment.clone(),
         }
+    }
+
+    /// The same emulated device with that many SMs, by which launchers size their grids. `None`
+    /// for a GPU, which has the SMs that it has, and for a device that only records.
+    pub fn with_sms(&self, sms: u32) -> Option<Self> {
+        let environment = self.environment();
+        if environment.backend != BackendKind::Emulator || self.records() {
+            return None;
+        }
+        let environment = Environment { processors: sms.max(1), ..environment.clone() };
+        let exchange = match &self.exchange {
+            Exchange::Replace(inputs) => Exchange::Replace(inputs.clone()),
+            Exchange::None | Exchange::Record(_) => Exchange::None,
+        };
+        Some(Self {
+            backend: self.backend.clone(),
+            tree: self.tree.clone(),
+            modules: self.modules.clone(),
+            exchange,
+            environment: Some(environment),
+        })
     }
 
     /// The replacement for the upload called `name`, from [`Self::with_inputs`].
@@ -180,6 +206,7 @@ impl Device {
             tree,
             modules: Modules::default(),
             exchange: Exchange::None,
+            environment: self.environment.clone(),
         }
     }
 
@@ -229,7 +256,7 @@ impl Device {
 
     /// The description of the device.
     pub fn environment(&self) -> &Environment {
-        self.backend.environment()
+        self.environment.as_ref().unwrap_or_else(|| self.backend.environment())
     }
 
     /// The kernel sources in use.

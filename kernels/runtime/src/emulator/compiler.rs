@@ -1,5 +1,6 @@
 //! The host's C++ compiler, which builds modules.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,6 +9,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
+use super::coverage;
 use super::pads::padded;
 use crate::cache::ModuleCache;
 use crate::error::{Result, RuntimeError};
@@ -104,18 +106,32 @@ pub struct Compiler {
     cache: ModuleCache,
     time_limit: Duration,
     poisons_locals: OnceLock<bool>,
+    /// Where modules count their lines; `None`: they do not.
+    coverage: Option<PathBuf>,
 }
 
 impl Compiler {
     /// The compiler at `path`, or `PARITY_CXX`, or `c++`. A module that takes longer than the limit
-    /// does not compile.
+    /// does not compile. Modules count their lines in the folder `coverage`, where it is given.
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`] if it cannot run.
-    pub fn new(cache: ModuleCache, path: Option<PathBuf>, time_limit: Duration) -> Result<Self> {
+    /// [`RuntimeError::BackendMissing`] if it cannot run, or cannot count; a folder that cannot be
+    /// made.
+    pub fn new(
+        cache: ModuleCache,
+        path: Option<PathBuf>,
+        time_limit: Duration,
+        coverage: Option<&Path>,
+    ) -> Result<Self> {
         let path = path.unwrap_or_else(usual_compiler);
         let version = compiler_version(&path)?;
-        Ok(Self { path, version, cache, time_limit, poisons_locals: OnceLock::new() })
+        if let Some(folder) = coverage {
+            coverage::require(&path, &version)?;
+            std::fs::create_dir_all(folder)
+                .map_err(|e| RuntimeError::system(format!("making {}", folder.display()), e))?;
+        }
+        let coverage = coverage.map(Path::to_path_buf);
+        Ok(Self { path, version, cache, time_limit, poisons_locals: OnceLock::new(), coverage })
     }
 
     /// The shared library of a kernel file, built if it is not in the cache.
@@ -132,7 +148,37 @@ impl Compiler {
         let identity = format!("{} {}", self.version, self.options(tree).join(" "));
         let extra = headers.iter().map(|(name, text)| (name.as_str(), text.as_str()));
         let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
-        self.cache.find_or_build(&key, "so", || self.compile(tree, file, defines, &headers))
+        let Some(folder) = &self.coverage else {
+            return self.cache.find_or_build(&key, "so", || {
+                let scratch = sources_of(tree, file, &headers)?;
+                self.compile(scratch.path(), tree, file, defines, MODULE)
+            });
+        };
+        let name = coverage::name(file, &key);
+        let notes = format!("{name}.gcno");
+        let made_here = Cell::new(false);
+        let module = self.cache.find_or_build(&key, "so", || {
+            let scratch = sources_of(tree, file, &headers)?;
+            let module = self.compile(scratch.path(), tree, file, defines, &name)?;
+            let made = std::fs::read(scratch.path().join(&notes))
+                .and_then(|bytes| std::fs::write(folder.join(&notes), &bytes).map(|()| bytes))
+                .map_err(|e| RuntimeError::system(format!("keeping {notes}"), e))?;
+            self.cache.store(&key, "gcno", &made)?;
+            made_here.set(true);
+            Ok(module)
+        })?;
+        if !made_here.get() {
+            // Stored before the module was.
+            let stored = self.cache.find(&key, "gcno");
+            let stored = stored.ok_or_else(|| {
+                let lost =
+                    std::io::Error::other("the cache of modules has lost it: empty the cache");
+                RuntimeError::system(format!("reading {notes}"), lost)
+            })?;
+            std::fs::copy(stored, folder.join(&notes))
+                .map_err(|e| RuntimeError::system(format!("keeping {notes}"), e))?;
+        }
+        Ok(module)
     }
 
     /// The assembly of a kernel file. It is the same for two trees only if their modules do the
@@ -153,8 +199,9 @@ impl Compiler {
         let key = ModuleCache::key(tree, file, defines, extra, &identity)?;
         let path = self.cache.find_or_build(&key, "s", || {
             let scratch = sources_of(tree, file, &headers)?;
-            self.assemble(scratch.path(), &options, file, defines)?;
-            std::fs::read(scratch.path().join(ASSEMBLY))
+            let assembly = format!("{MODULE}.s");
+            self.assemble(scratch.path(), &options, file, defines, &assembly)?;
+            std::fs::read(scratch.path().join(assembly))
                 .map_err(|e| RuntimeError::system("reading the assembly", e))
         })?;
         std::fs::read(&path)
@@ -164,6 +211,7 @@ impl Compiler {
     /// All options of a module of `tree`; the first one is the optimization level.
     fn options(&self, tree: &SourceTree) -> Vec<&'static str> {
         let checks = if self.version.contains("clang") { CHECKS_OF_CLANG } else { CHECKS_OF_GCC };
+        let checks = if self.coverage.is_some() { coverage::OPTIONS } else { checks };
         let poison = self.poisons_locals().then_some(LOCAL_POISON);
         let fixed = COMPILE_OPTIONS.iter().chain(vector_options()).chain(checks).copied();
         [optimisation(tree)].into_iter().chain(fixed).chain(poison).collect()
@@ -181,16 +229,16 @@ impl Compiler {
         })
     }
 
-    /// Compiles a module in a separate directory.
+    /// Compiles a module in a folder of its sources.
     fn compile(
         &self,
+        scratch: &Path,
         tree: &SourceTree,
         file: &str,
         defines: &[(String, String)],
-        headers: &BTreeMap<String, String>,
+        name: &str,
     ) -> Result<Vec<u8>> {
-        let scratch = sources_of(tree, file, headers)?;
-        let library = self.run_compiler(scratch.path(), &self.options(tree), file, defines)?;
+        let library = self.run_compiler(scratch, &self.options(tree), file, defines, name)?;
         let module = std::fs::read(&library)
             .map_err(|e| RuntimeError::system("reading the compiled module", e))?;
         if !module.starts_with(b"\x7fELF") {
@@ -220,32 +268,40 @@ impl Compiler {
         options: &[&str],
         file: &str,
         defines: &[(String, String)],
+        name: &str,
     ) -> Result<PathBuf> {
-        self.assemble(scratch, options, file, defines)?;
-        let assembly = scratch.join(ASSEMBLY);
+        let assembly = format!("{name}.s");
+        self.assemble(scratch, options, file, defines, &assembly)?;
+        let assembly = scratch.join(assembly);
         std::fs::read_to_string(&assembly)
             .and_then(|text| std::fs::write(&assembly, padded(&text)))
             .map_err(|e| RuntimeError::system("padding what the compiler wrote", e))?;
         let mut link = Command::new(&self.path);
         self.run(
-            link.args(["-shared", ASSEMBLY, "-o", "module.so"]).current_dir(scratch),
+            link.arg("-shared")
+                // The functions that write the counts.
+                .args(self.coverage.is_some().then_some("--coverage"))
+                .arg(&assembly)
+                .args(["-o", "module.so"])
+                .current_dir(scratch),
             file,
             defines,
         )?;
         Ok(scratch.join("module.so"))
     }
 
-    /// Compiles a file of `scratch` to [`ASSEMBLY`] in the same folder.
+    /// Compiles a file of `scratch` to `assembly` in the same folder.
     fn assemble(
         &self,
         scratch: &Path,
         options: &[&str],
         file: &str,
         defines: &[(String, String)],
+        assembly: &str,
     ) -> Result<()> {
         let mut compile = Command::new(&self.path);
         compile.args(options).args(defines.iter().map(|(name, value)| format!("-D{name}={value}")));
-        compile.args(["-I.", "-x", "c++", "-S", file, "-o", ASSEMBLY]).current_dir(scratch);
+        compile.args(["-I.", "-x", "c++", "-S", file, "-o", assembly]).current_dir(scratch);
         self.run(&compile, file, defines)
     }
 
@@ -263,8 +319,8 @@ impl Compiler {
     }
 }
 
-/// The compiler's output file, in the folder of its sources.
-const ASSEMBLY: &str = "module.s";
+/// The name of the compiler's output file, in the folder of its sources, without its end.
+const MODULE: &str = "module";
 
 /// A folder with a kernel file and every header.
 fn sources_of(

@@ -4,6 +4,7 @@
 //!
 //! - `compiler`: the host's C++ compiler builds a `.cu` file with `kernels/runtime/emulator/*.h`
 //!   into a shared library.
+//! - [`coverage`]: which lines of the kernels ran, where a device counts them.
 //! - `pads`: bytes between static shared arrays that show writes beyond an array.
 //! - `module`: loads the library. A launch spreads its blocks over the cores, and `watchdog` ends
 //!   it when it takes too long.
@@ -34,6 +35,7 @@ mod cluster;
 mod cluster_barrier;
 mod compiler;
 mod copies;
+pub mod coverage;
 pub mod dim3;
 pub mod fault;
 mod gemm;
@@ -94,6 +96,8 @@ pub struct EmulatorOptions {
     /// Bytes that the kernels' process may use for data: buffers, stacks, and allocations of a
     /// kernel. By default all memory of the machine.
     pub memory: u64,
+    /// Folder for the counts of [`coverage`]; `None` counts nothing.
+    pub coverage: Option<PathBuf>,
 }
 
 impl Default for EmulatorOptions {
@@ -105,6 +109,7 @@ impl Default for EmulatorOptions {
             compile_limit: Duration::from_secs(600),
             sms: SMS,
             memory: memory::of_machine(),
+            coverage: None,
         }
     }
 }
@@ -123,7 +128,12 @@ impl EmulatorBackend {
     /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) when there is no C++
     /// compiler.
     pub fn new(cache: ModuleCache, options: EmulatorOptions) -> Result<Self> {
-        let compiler = Compiler::new(cache, options.compiler, options.compile_limit)?;
+        let compiler = Compiler::new(
+            cache,
+            options.compiler,
+            options.compile_limit,
+            options.coverage.as_deref(),
+        )?;
         let environment = Environment {
             backend: BackendKind::Emulator,
             device: processor_name(),
@@ -133,7 +143,8 @@ impl EmulatorBackend {
             processors: options.sms.max(1),
             shared_bytes_per_block: SHARED_BYTES_PER_BLOCK,
         };
-        let worker = Worker::new(Limits { time: options.time_limit, memory: options.memory })?;
+        let limits = Limits { time: options.time_limit, memory: options.memory };
+        let worker = Worker::new(limits, options.coverage)?;
         worker.set_schedule_seed(options.schedule_seed);
         Ok(Self { environment, compiler, worker })
     }

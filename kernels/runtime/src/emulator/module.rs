@@ -11,6 +11,7 @@ use libloading::os::unix::Library;
 use super::accesses::Accesses;
 use super::block::{BlockFault, ThreadContext};
 use super::cluster::MOST_BLOCKS;
+use super::coverage;
 use super::dim3::Dim3;
 use super::fault;
 use super::host_api::{HOST_API, HostApi};
@@ -320,6 +321,18 @@ impl EmulatorModule {
         )
     }
 
+    /// Adds how often lines ran to the module's file, if it counts them.
+    fn add_counts(&self) {
+        // SAFETY: emulator.h defines the function with this type, where lines are counted; no block
+        // runs any more.
+        unsafe {
+            let found = symbol::<unsafe extern "C" fn()>(&self.library, &self.file, coverage::DUMP);
+            if let Ok(add) = found {
+                add();
+            }
+        }
+    }
+
     /// Reads what the module exports for a kernel.
     pub fn exports(&self, kernel: &str) -> Result<KernelExports> {
         // SAFETY (also of `number`): the macros of KERNEL and SHARED_MEMORY define these symbols
@@ -389,7 +402,9 @@ impl EmulatorModule {
             shared_poison: shared_poison(poison_turn),
             cancelled: &cancelled,
         };
-        self.run_blocks(&launch, shared_bytes as usize).map_err(|fault| RuntimeError::Fault {
+        let ran = self.run_blocks(&launch, shared_bytes as usize);
+        self.add_counts();
+        ran.map_err(|fault| RuntimeError::Fault {
             kernel: kernel.to_owned(),
             block: fault.block.to_string(),
             thread: fault.thread.to_string(),

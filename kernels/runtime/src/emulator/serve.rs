@@ -5,10 +5,12 @@ use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::coverage;
 use super::host::Host;
 use super::message::{Answer, Request};
 use super::progress::{self, Page};
@@ -18,7 +20,7 @@ use crate::worker::link::Link;
 pub const JOB: &str = "emulator";
 
 /// The start parameters of a worker.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Start {
     /// Descriptor of the file of a [`Page`].
     pub page: i32,
@@ -26,6 +28,8 @@ pub struct Start {
     pub memory: i32,
     /// The time limit of launches.
     pub time_limit: Duration,
+    /// Where modules add up how often their lines ran.
+    pub coverage: Option<PathBuf>,
 }
 
 /// Handles requests until the connection is closed, which is an error.
@@ -39,6 +43,9 @@ pub fn serve(start: Start, link: &mut Link) -> io::Result<Infallible> {
     };
     progress::tell(Page::of(&page)?);
     drop(page);
+    if let Some(folder) = &start.coverage {
+        coverage::count_into(folder);
+    }
     // A kernel may have closed its files: the process ends without closing them again.
     let mut host = ManuallyDrop::new(Host::new(start.time_limit, memory));
     let mut failed = None;

@@ -33,6 +33,8 @@ pub struct Limits {
 /// A worker process, and its successors.
 pub struct Worker {
     limits: Limits,
+    /// Where modules add up how often their lines ran.
+    coverage: Option<PathBuf>,
     memory: GuardedMemory,
     state: Mutex<State>,
 }
@@ -61,14 +63,15 @@ struct Running {
 }
 
 impl Worker {
-    /// No process runs before it is needed.
+    /// No process runs before it is needed. `coverage`: where its modules count their lines.
     ///
     /// # Errors
     /// Memory that cannot be allocated.
-    pub fn new(limits: Limits) -> Result<Arc<Self>> {
+    pub fn new(limits: Limits, coverage: Option<PathBuf>) -> Result<Arc<Self>> {
         let file = memory::new_file()
             .map_err(|e| RuntimeError::system("making a file for global memory", e))?;
-        Ok(Arc::new(Self { limits, memory: GuardedMemory::of(file), state: Mutex::default() }))
+        let memory = GuardedMemory::of(file);
+        Ok(Arc::new(Self { limits, coverage, memory, state: Mutex::default() }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -84,7 +87,9 @@ impl Worker {
                     RuntimeError::system("starting a worker process of the emulator", error)
                 };
                 state.started += 1;
-                let mut process = Running::start(self.limits, self.memory.file()).map_err(doing)?;
+                let mut process =
+                    Running::start(self.limits, self.coverage.clone(), self.memory.file())
+                        .map_err(doing)?;
                 for placed in self.memory.placed() {
                     process.ask(&Request::Map(placed), &[]).map_err(doing)?;
                 }
@@ -164,11 +169,12 @@ fn unexpected() -> RuntimeError {
 }
 
 impl Running {
-    fn start(limits: Limits, memory: &File) -> io::Result<Self> {
+    fn start(limits: Limits, coverage: Option<PathBuf>, memory: &File) -> io::Result<Self> {
         let page = Page::file()?;
         let passed = [page.as_raw_fd(), memory.as_raw_fd()];
         let [page_file, memory] = passed;
-        let job = Job::new(JOB, Start { page: page_file, memory, time_limit: limits.time })?;
+        let start = Start { page: page_file, memory, time_limit: limits.time, coverage };
+        let job = Job::new(JOB, start)?;
         let process = Process::start(job, &passed, Some(limits.memory))?;
         Ok(Self { process, page: Page::of(&page)?, time_limit: limits.time + GRACE })
     }

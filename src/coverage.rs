@@ -1,0 +1,281 @@
+//! Which lines of the kernels the cases of a sweep run.
+//!
+//! The cases of the plan are launched once each on emulators that count lines
+//! ([`dsv4_runtime::emulator::coverage`]). No oracle runs and nothing is compared. A kernel that no
+//! case reaches is never judged, whatever the sweep says.
+//!
+//! `fixtures/coverage.toml` lists lines that no case can run, each with its reason. A line is named
+//! by its file and its text, so that the list survives edits around it. An entry whose line does not
+//! exist any more is an error.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::{Context, Result, bail};
+use dsv4_runtime::emulator::coverage::{Coverage, Ran};
+use dsv4_runtime::{Contract, Device, RuntimeError, SourceTree};
+use serde::{Deserialize, Serialize};
+
+use crate::case::Case;
+use crate::operators::registry;
+use crate::record::words;
+use crate::sweep::regressions::fixtures_dir;
+
+/// A line of a kernel source that did not run, or not all of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Line {
+    /// Its file.
+    pub file: String,
+    /// Its number, from 1.
+    pub line: u32,
+    /// What it says, without the white space around it.
+    pub text: String,
+    /// Why no case can run it, if the list gives a reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// What ran of one kernel file and its headers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct KernelCoverage {
+    /// The kernel file.
+    pub kernel: String,
+    /// How many of its lines are code.
+    pub lines: usize,
+    /// Lines that no thread came to.
+    pub never: Vec<Line>,
+    /// Lines of which a part never ran, such as the statement behind an `if`.
+    pub in_part: Vec<Line>,
+}
+
+impl KernelCoverage {
+    /// Lines that never ran and have no reason for it.
+    pub fn unexplained(&self) -> impl Iterator<Item = &Line> {
+        self.never.iter().filter(|line| line.reason.is_none())
+    }
+}
+
+/// The list of lines that no case can run.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reasons {
+    #[serde(default)]
+    line: Vec<Reason>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Reason {
+    file: String,
+    /// Each is the text of a line, without the white space around it.
+    texts: Vec<String>,
+    /// Kernel files to which the reason applies; all that include the file if absent.
+    kernels: Option<Vec<String>>,
+    reason: String,
+}
+
+impl Reasons {
+    /// The project's list.
+    pub fn default_file() -> PathBuf {
+        fixtures_dir().join("coverage.toml")
+    }
+
+    /// Reads the list and requires that its lines exist in these sources. A file that does not exist
+    /// is an empty list.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no such list, or names a line that does not exist.
+    pub fn read(path: &Path, tree: &SourceTree) -> Result<Self> {
+        let reading = || format!("reading {}", path.display());
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            other => other.with_context(reading)?,
+        };
+        let reasons: Self = toml::from_str(&text).with_context(reading)?;
+        for entry in &reasons.line {
+            let source = tree.text(&entry.file).with_context(reading)?;
+            let lines: BTreeSet<&str> = source.lines().map(str::trim).collect();
+            if let Some(gone) = entry.texts.iter().find(|text| !lines.contains(text.as_str())) {
+                bail!("{}: {} has no line `{gone}` any more", path.display(), entry.file);
+            }
+            if entry.reason.trim().is_empty() {
+                bail!("{}: {}: the reason is empty", path.display(), entry.file);
+            }
+        }
+        Ok(reasons)
+    }
+
+    fn of(&self, kernel: &str, file: &str, text: &str) -> Option<String> {
+        let applies = |entry: &&Reason| {
+            let of_kernel = entry.kernels.as_ref();
+            entry.file == file
+                && entry.texts.iter().any(|listed| listed == text)
+                && of_kernel.is_none_or(|kernels| kernels.iter().any(|named| named == kernel))
+        };
+        self.line.iter().find(applies).map(|entry| entry.reason.clone())
+    }
+}
+
+/// What ran of each kernel of `tree`, in the order of their names.
+///
+/// # Errors
+/// A line beyond the end of its file: the counts are of other sources.
+pub fn of_kernels(
+    coverage: &Coverage,
+    tree: &SourceTree,
+    reasons: &Reasons,
+) -> Result<Vec<KernelCoverage>> {
+    let mut kernels = Vec::new();
+    for (kernel, files) in coverage {
+        let mut found = KernelCoverage {
+            kernel: kernel.clone(),
+            lines: 0,
+            never: Vec::new(),
+            in_part: Vec::new(),
+        };
+        for (file, lines) in files {
+            // The emulator's own headers, and the compiler's.
+            let Ok(source) = tree.text(file) else { continue };
+            let texts: Vec<&str> = source.lines().map(str::trim).collect();
+            for (&number, &ran) in lines {
+                let Some(&text) = (number as usize).checked_sub(1).and_then(|at| texts.get(at))
+                else {
+                    bail!("{file} has no line {number}: the counts are of other sources");
+                };
+                found.lines += 1;
+                let line = || Line {
+                    file: file.clone(),
+                    line: number,
+                    text: text.to_owned(),
+                    reason: reasons.of(kernel, file, text),
+                };
+                match ran {
+                    Ran::Never => found.never.push(line()),
+                    Ran::InPart => found.in_part.push(line()),
+                    Ran::Whole => {}
+                }
+            }
+        }
+        kernels.push(found);
+    }
+    Ok(kernels)
+}
+
+/// The launches of many cases.
+#[derive(Debug, Default)]
+pub struct Launched {
+    /// How many cases ran to their end.
+    pub cases: usize,
+    /// The lines of cases that did not, with the reason.
+    pub failed: Vec<(String, String)>,
+}
+
+/// Launches each case once, forward and backward, on `devices` devices at a time.
+///
+/// # Errors
+/// A device that cannot be opened; kernels that cannot be built or run here.
+pub fn launch(
+    cases: &[Case],
+    devices: usize,
+    open: &(dyn Fn() -> Result<Device> + Sync),
+    done: &(dyn Fn() + Sync),
+) -> Result<Launched> {
+    let (next, launched) = (AtomicUsize::new(0), Mutex::new(Launched::default()));
+    let work = || -> Result<()> {
+        let device = open()?;
+        device.backend().watch_races(false);
+        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let ran = launch_one(case, &device)?;
+            let mut launched = launched.lock().unwrap_or_else(|e| e.into_inner());
+            match ran {
+                Ok(()) => launched.cases += 1,
+                Err(why) => launched.failed.push((case.line(), why)),
+            }
+            drop(launched);
+            done();
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..devices.max(1)).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| match worker.join() {
+            Ok(done) => done,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })?;
+    Ok(launched.into_inner().unwrap_or_else(|e| e.into_inner()))
+}
+
+/// Launches a case. The inner error is one of the case or its kernel.
+fn launch_one(case: &Case, device: &Device) -> Result<Result<(), String>> {
+    let prepared = match registry::prepare(case) {
+        Ok(prepared) => prepared,
+        Err(error) => return Ok(Err(words::message(error.to_string()))),
+    };
+    match prepared.kernel(device, Contract::NAN) {
+        Ok(_) => Ok(Ok(())),
+        Err(
+            error @ (RuntimeError::Compile { .. }
+            | RuntimeError::SourceMissing { .. }
+            | RuntimeError::SymbolMissing { .. }
+            | RuntimeError::BackendMissing { .. }
+            | RuntimeError::System { .. }),
+        ) => Err(error.into()),
+        Err(error) => Ok(Err(words::message(error.to_string()))),
+    }
+}
+
+/// The page of a measurement: a table of kernels, then the lines that did not run.
+pub fn markdown(kernels: &[KernelCoverage], cases: usize, command: &str) -> String {
+    let sum = |of: fn(&KernelCoverage) -> usize| kernels.iter().map(of).sum::<usize>();
+    let (lines, never) = (sum(|kernel| kernel.lines), sum(|kernel| kernel.never.len()));
+    let mut page = format!(
+        "# Lines of the kernels that the cases of a sweep run\n\n\
+         {cases} cases, launched once each on the emulator by `{command}`. Of {lines} lines {never} \
+         never ran. A line of a header counts once for each kernel that includes it. *In part*: a \
+         part of the line never ran, such as the statement behind an `if`.\n\n\
+         | kernel | lines | never | without a reason | in part |\n\
+         | --- | --: | --: | --: | --: |\n"
+    );
+    for kernel in kernels {
+        page += &format!(
+            "| `{}` | {} | {} | {} | {} |\n",
+            kernel.kernel,
+            kernel.lines,
+            kernel.never.len(),
+            kernel.unexplained().count(),
+            kernel.in_part.len()
+        );
+    }
+    page += &section("Never ran", kernels, |kernel| &kernel.never);
+    page += &section("Ran in part", kernels, |kernel| &kernel.in_part);
+    page
+}
+
+/// The lines of one kind, each with the kernels of which it is one.
+fn section(
+    title: &str,
+    kernels: &[KernelCoverage],
+    of: fn(&KernelCoverage) -> &Vec<Line>,
+) -> String {
+    let mut lines: BTreeMap<(&str, u32), (&Line, Vec<&str>)> = BTreeMap::new();
+    for kernel in kernels {
+        for line in of(kernel) {
+            let known = lines.entry((&line.file, line.line)).or_insert((line, Vec::new()));
+            known.1.push(&kernel.kernel);
+        }
+    }
+    let mut text = format!("\n## {title}\n\n");
+    if lines.is_empty() {
+        return text + "No line.\n";
+    }
+    text += "| line | code | of | reason |\n| --- | --- | --- | --- |\n";
+    for ((file, number), (line, kernels)) in lines {
+        let code = line.text.replace('|', "\\|").replace('`', "'");
+        let reason = line.reason.as_deref().unwrap_or("");
+        text += &format!("| {file}:{number} | `{code}` | {} | {reason} |\n", kernels.join(", "));
+    }
+    text
+}
