@@ -246,7 +246,8 @@ KERNEL(compressor_norm_scalar, CompressorParams, FORWARD_THREADS) { norm<false>(
 struct NormInputs {
     Channels pooled, dy, weight;
     Rotation rotations[QUAD / 2];
-    bool exists, turns;
+    int turns;
+    bool exists;
 };
 template <bool WIDE>
 DEVICE NormInputs load_norm(const CompressorBackwardParams& params, const Place& place, const Item& item) {
@@ -265,7 +266,7 @@ DEVICE NormInputs load_norm(const CompressorBackwardParams& params, const Place&
 DEVICE void norm_gradient(const CompressorBackwardParams& params, NormInputs& inputs, float (*partials)[2], Channels& dpooled,
                           Channels& dnorm_weight) {
     const Channels &pooled = inputs.pooled, &dy = inputs.dy, &weight = inputs.weight;
-    if (inputs.turns) turn_by(inputs.rotations, inputs.dy);
+    turn_by(inputs.rotations, inputs.turns, inputs.dy);
     float sums[2] = {0.0f, 0.0f};  // of u^2 and of g u
     for (int i = 0; i < QUAD; ++i) {
         sums[0] += pooled[i] * pooled[i];

@@ -232,20 +232,29 @@ struct RotationTable {
     bool inverse;
 };
 
-// The rotations of a thread's two pairs. Returns whether its channels are rotated: the last
-// rope_dim of an entry are.
+// The rotations of a thread's two pairs. Returns how many of its pairs, from the last one on, are
+// rotated: the last rope_dim channels of an entry are. One pair where rope_dim is not a multiple
+// of QUAD.
 template <bool INVERSE, typename Params>
-DEVICE bool load_turn(const Params& params, int64_t position, int channel, Rotation (&rotations)[QUAD / 2]) {
+DEVICE int load_turn(const Params& params, int64_t position, int channel, Rotation (&rotations)[QUAD / 2]) {
     const int first = channel - (params.head_dim - params.rope_dim);
-    if (first < 0) return false;
+    if (first <= -QUAD) return 0;
     const RotationTable table{params.cos, params.cos_stride,  params.sin, params.sin_stride,
                               nullptr,    params.table_rows, INVERSE};
-    load_rotations(table, position, first / 2, rotations);
-    return true;
+    if (first >= 0) {
+        load_rotations(table, position, first / 2, rotations);
+        return QUAD / 2;
+    }
+    Rotation last[1];
+    load_rotations(table, position, 0, last);
+    rotations[QUAD / 2 - 1] = last[0];
+    return 1;
 }
 
-DEVICE void turn_by(const Rotation (&rotations)[QUAD / 2], Channels& x) {
-    for (int pair = 0; pair < QUAD / 2; ++pair) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
+DEVICE void turn_by(const Rotation (&rotations)[QUAD / 2], int turns, Channels& x) {
+    for (int pair = 0; pair < QUAD / 2; ++pair) {
+        if (pair >= QUAD / 2 - turns) rotate(rotations[pair], x[2 * pair], x[2 * pair + 1]);
+    }
 }
 
 // The reciprocal of the norm of an entry, from the pooled and rounded values, in all its threads.
@@ -271,16 +280,18 @@ DEVICE void weigh(const Channels& weight, float rstd, Channels& x) {
 constexpr int SIMULATED_E4M3 = 1, TRANSFORMED_E2M1 = 2;  // of params.epilogue; anything else leaves an entry as it is
 constexpr int E4M3_GROUP = 64, E2M1_GROUP = 32;          // channels that share a scale
 
-// Only the channels with `coded` change.
-DEVICE void simulate_e4m3(bool coded, Channels& x) {
-    const float amax = largest(coded ? largest_magnitude(x) : 0u, E4M3_GROUP / QUAD);
+// Only the first `coded` channels of the thread change.
+DEVICE void simulate_e4m3(int coded, Channels& x) {
+    Channels own;
+    for (int i = 0; i < QUAD; ++i) own[i] = i < coded ? x[i] : 0.0f;
+    const float amax = largest(largest_magnitude(own), E4M3_GROUP / QUAD);
     const uint8_t scale = group_scale(amax, E4M3_FLOOR, 1.0f / 448.0f);
-    if (!coded) return;
+    if (coded <= 0) return;
     uint32_t codes[QUAD / 4];
-    e4m3_codes(x, inverse_of_scale(scale), codes);
-    e4m3x2_to_float(codes[0], x[0], x[1]);
-    e4m3x2_to_float(codes[0] >> 16, x[2], x[3]);
-    for (int i = 0; i < QUAD; ++i) x[i] *= e8m0_to_float(scale);
+    e4m3_codes(own, inverse_of_scale(scale), codes);
+    e4m3x2_to_float(codes[0], own[0], own[1]);
+    e4m3x2_to_float(codes[0] >> 16, own[2], own[3]);
+    for (int i = 0; i < QUAD; ++i) x[i] = i < coded ? own[i] * e8m0_to_float(scale) : x[i];
 }
 
 DEVICE void simulate_e2m1(Channels& x) {
@@ -295,7 +306,7 @@ DEVICE void simulate_e2m1(Channels& x) {
 template <typename Params>
 DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
     if (params.epilogue == SIMULATED_E4M3) {
-        simulate_e4m3(channel < params.head_dim - params.rope_dim, x);
+        simulate_e4m3(params.head_dim - params.rope_dim - channel, x);
     } else if (params.epilogue == TRANSFORMED_E2M1) {
         walsh_hadamard<static_cast<int>(WARP_SIZE)>(*reinterpret_cast<float(*)[1][QUAD]>(&x), lane_id());
         round_to_stored(x);
@@ -308,7 +319,7 @@ DEVICE void simulate_codes(const Params& params, int channel, Channels& x) {
 struct Finish {
     Channels weight;
     Rotation rotations[QUAD / 2];
-    bool turns;
+    int turns;
 };
 template <bool WIDE, typename Params>
 DEVICE Finish load_finish(const Params& params, int64_t position, int channel) {
@@ -326,7 +337,7 @@ DEVICE void make_entry(const Params& params, const Finish& finish, int channel, 
     const float rstd = norm_of(params, x, partials);
     if (channel < params.head_dim) {
         weigh(finish.weight, rstd, x);
-        if (finish.turns) turn_by(finish.rotations, x);
+        turn_by(finish.rotations, finish.turns, x);
         round_to_stored(x);
     }
     simulate_codes(params, channel, x);

@@ -129,9 +129,9 @@ impl Extents {
             );
         }
         let rope_dim = 2 * half_rope_dim;
-        if !rope_dim.is_multiple_of(QUAD) || rope_dim > head_dim {
+        if rope_dim > head_dim {
             let reason = format!(
-                "{half_rope_dim} columns turn {rope_dim} channels of {head_dim}: a multiple of {QUAD} must fit"
+                "{half_rope_dim} columns turn {rope_dim} channels, and there are {head_dim}"
             );
             return check.refuse("cos", reason);
         }
