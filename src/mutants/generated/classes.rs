@@ -53,7 +53,7 @@ const SELECTIONS: [&str; 10] = [
 
 type Mutator = fn(&Source<'_>, Node<'_>) -> Vec<Edit>;
 
-const MUTATORS: [(Class, Mutator); 9] = [
+const MUTATORS: [(Class, Mutator); 11] = [
     (Class::Comparison, comparison),
     (Class::Synchronization, synchronization),
     (Class::Index, index),
@@ -63,6 +63,8 @@ const MUTATORS: [(Class, Mutator); 9] = [
     (Class::Constant, constant),
     (Class::Predicate, predicate),
     (Class::Accumulate, accumulate),
+    (Class::Period, period),
+    (Class::Guard, guard),
 ];
 
 /// Every edit of a function's body.
@@ -476,6 +478,66 @@ fn accumulate(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
         }
         _ => Vec::new(),
     }
+}
+
+/// `x % n == c` is `x == c`, and so with `!=`: what comes round comes once. A case shows it only if
+/// it is longer than the period.
+fn period(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
+    let Some((left, operator, _)) = binary(node) else { return Vec::new() };
+    if !matches!(source.text_of(operator), "==" | "!=") {
+        return Vec::new();
+    }
+    let inner = if left.kind() == "parenthesized_expression" {
+        left.named_child(0).unwrap_or(left)
+    } else {
+        left
+    };
+    let Some((dividend, remainder, divisor)) = binary(inner) else { return Vec::new() };
+    if source.text_of(remainder) != "%" {
+        return Vec::new();
+    }
+    let every = source.text_of(divisor);
+    let once = format!("{} holds once, not every {every}.", quoted(source, node));
+    vec![edit(left, format!("({})", source.text_of(dividend)), once)]
+}
+
+/// A named constant of a condition is a quarter larger: a guard with two sides that every case
+/// violates on both, or on none, lets that pass.
+fn guard(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
+    let name = source.text_of(node);
+    let is_constant = node.kind() == "identifier"
+        && name.len() > 1
+        && name.starts_with(|first: char| first.is_ascii_uppercase())
+        && name.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_');
+    if !is_constant || !in_condition(node) {
+        return Vec::new();
+    }
+    let larger = format!("({name} + {name} / 4 + 1)");
+    vec![edit(node, larger, format!("`{name}` is a quarter larger in a condition."))]
+}
+
+/// Whether this is a part of the condition of an `if` or `?:` that the compiler does not decide, or
+/// of `&&` and `||` outside of a loop's condition.
+fn in_condition(node: Node<'_>) -> bool {
+    let mut at = node;
+    while let Some(parent) = at.parent() {
+        let is_condition = parent.child_by_field_name("condition") == Some(at);
+        match parent.kind() {
+            "if_statement" => return is_condition && !is_constexpr(parent),
+            "conditional_expression" if is_condition => return true,
+            "binary_expression"
+                if parent
+                    .child_by_field_name("operator")
+                    .is_some_and(|operator| matches!(operator.kind(), "&&" | "||")) =>
+            {
+                return !in_loop_condition(parent);
+            }
+            "template_argument_list" | "subscript_expression" => return false,
+            kind if kind.ends_with("_statement") || kind.ends_with("_definition") => return false,
+            _ => at = parent,
+        }
+    }
+    false
 }
 
 /// Whether an assignment is the step of a loop, which would never end without it.

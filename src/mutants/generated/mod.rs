@@ -56,11 +56,15 @@ pub enum Class {
     Predicate,
     /// `+=` is `=`; a boolean argument is its opposite.
     Accumulate,
+    /// What comes round every n-th time comes once: `x % n == 0` is `x == 0`.
+    Period,
+    /// A named constant of a condition is larger.
+    Guard,
 }
 
 impl Class {
     /// All classes.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Comparison,
         Self::Synchronization,
         Self::Index,
@@ -70,6 +74,8 @@ impl Class {
         Self::Constant,
         Self::Predicate,
         Self::Accumulate,
+        Self::Period,
+        Self::Guard,
     ];
 
     /// The class's name in ids and reports.
@@ -84,6 +90,8 @@ impl Class {
             Self::Constant => "constant",
             Self::Predicate => "predicate",
             Self::Accumulate => "accumulate",
+            Self::Period => "period",
+            Self::Guard => "guard",
         }
     }
 }

@@ -103,6 +103,40 @@ fn loops_end_one_step_early_or_late() {
 }
 
 #[test]
+fn what_comes_round_comes_once() {
+    assert_eq!(lines(Class::Period, "if (x % 32 == 0) f();"), ["if ((x) == 0) f();"]);
+    assert_eq!(lines(Class::Period, "if ((i + 1) % n != k) f();"), ["if (((i + 1)) != k) f();"]);
+    assert_eq!(lines(Class::Period, "bool b = (x % n) == 0;"), ["bool b = (x) == 0;"]);
+    for untouched in ["y = x % n;", "if (x / n == 0) f();", "if (x % n < 2) f();"] {
+        assert!(lines(Class::Period, untouched).is_empty(), "{untouched}");
+    }
+}
+
+#[test]
+fn each_named_constant_of_a_condition_is_larger_alone() {
+    assert_eq!(
+        lines(Class::Guard, "bool b = below(x, LEAST) || x > LARGEST;"),
+        [
+            "bool b = below(x, (LEAST + LEAST / 4 + 1)) || x > LARGEST;",
+            "bool b = below(x, LEAST) || x > (LARGEST + LARGEST / 4 + 1);"
+        ]
+    );
+    assert_eq!(
+        lines(Class::Guard, "if (x >= HELD) f();"),
+        ["if (x >= (HELD + HELD / 4 + 1)) f();"]
+    );
+    for untouched in [
+        "y = x + HELD;",
+        "for (int i = 0; i < HELD && b; ++i) f();",
+        "if (f<HELD>()) g();",
+        "if (b) y = HELD;",
+        "if constexpr (HELD > 2) f();",
+    ] {
+        assert!(lines(Class::Guard, untouched).is_empty(), "{untouched}");
+    }
+}
+
+#[test]
 fn of_a_minimum_or_maximum_one_side_is_taken() {
     assert_eq!(lines(Class::MinMax, "y = minimum(a, b);"), ["y = (a);", "y = (b);"]);
     assert_eq!(lines(Class::MinMax, "y = maximum_f32(a[0], b);"), ["y = (a[0]);", "y = (b);"]);
