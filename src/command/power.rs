@@ -211,7 +211,7 @@ impl Alarms {
                 else {
                     continue;
                 };
-                let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
+                let held = truth.held(index, found)?;
                 self.draws += 1;
                 if fails(&truth.exact[index], &held, &held.steps.store(&run[index].values)) {
                     self.failed += 1;
@@ -262,7 +262,7 @@ impl Bugs {
                 let (written, meant) = (found.tensor.to_f64(), right.tensor.to_f64());
                 let changed = !written.iter().copied().zip(meant).all(same);
                 let (Some(index), true) = (index, rounded && changed) else { continue };
-                let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
+                let held = truth.held(index, found)?;
                 let [cases, failed] =
                     self.seen.entry((mutant.id.clone(), found.name.to_owned())).or_default();
                 *cases += 1;
@@ -340,7 +340,7 @@ fn seen_by(
         let Some(index) = truth.exact.iter().position(|exact| exact.name == found.name) else {
             continue;
         };
-        let held = truth.held(index, found).map_err(anyhow::Error::msg)?;
+        let held = truth.held(index, found)?;
         if let (true, Some(power)) = (known.insert(found.name), truth.power(index, &held)) {
             let allowed = held.yardstick.as_ref().map_or([f64::NAN; 2], |yardstick| yardstick.bias);
             seen.push((line.clone(), called(found.name), allowed, power));

@@ -37,6 +37,9 @@ pub struct Finding {
     pub compared: u64,
     /// What disagreed.
     pub problem: Option<String>,
+    /// Whether a bound follows. None does where values leave the range of f64, or are no numbers
+    /// from the start: then nothing is learnt of the gradient.
+    pub judged: bool,
 }
 
 /// Balances truncation (h²) against rounding (eps/h).
@@ -67,6 +70,7 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
     let autograd = probe.autograd(&upstream)?;
     let formula = probe.backward(&upstream)?;
     let formula_fresh = probe.backward(&fresh)?;
+    let in_range = inputs.iter().chain(&outputs).flatten().all(|&value| in_range(value));
     let mut findings = Vec::new();
     for (index, (name, values)) in named.iter().enumerate() {
         if values.is_empty() {
@@ -77,15 +81,37 @@ pub fn triangulate(probe: &dyn GradientProbe) -> Result<Vec<Finding>, CaseError>
         // No terms cancel along an input that does not move.
         let cancelled: Vec<f64> =
             sizes.iter().map(|&size| if size > 0.0 { terms / size } else { 0.0 }).collect();
-        findings.push(compare_formula(name, &autograd[index], &formula[index], &cancelled));
+        let own = compare_formula(name, &autograd[index], &formula[index], &cancelled);
+        findings.push(own.within(in_range));
         let direction = direction_of(values, scales[index].as_deref(), name);
         let line = Line { probe, inputs: &inputs, index, direction: &direction };
         let slope = line.slope(&upstream)?;
-        findings.push(line.compare("directional derivative", name, &autograd[index], slope));
+        let own = line.compare("directional derivative", name, &autograd[index], slope);
+        findings.push(own.within(in_range));
         let slope = line.slope(&fresh)?;
-        findings.push(line.compare("adjoint identity", name, &formula_fresh[index], slope));
+        let own = line.compare("adjoint identity", name, &formula_fresh[index], slope);
+        findings.push(own.within(in_range));
     }
     Ok(findings)
+}
+
+/// Whether a value leaves room to f32's largest: its square, or its product with another one, does
+/// not leave the range of f64. A sentinel (a sink of minus infinity, the lse of an empty row) is no
+/// value.
+fn in_range(value: f64) -> bool {
+    value == f64::NEG_INFINITY || value.abs() < f64::from(f32::MAX)
+}
+
+impl Finding {
+    /// Not judged where values are out of range and the bound is no number. In range, a bound that
+    /// is no number is a problem of the oracle.
+    fn within(self, in_range: bool) -> Self {
+        if self.judged || in_range {
+            Self { judged: true, ..self }
+        } else {
+            Self { problem: None, ..self }
+        }
+    }
 }
 
 fn random_like(tensors: &[Vec<f64>], name: &str) -> Vec<Vec<f64>> {
@@ -135,11 +161,14 @@ fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f
     // it.
     let rounding = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
     let pairs = autograd.iter().zip(formula).zip(cancelled);
+    let bounds = cancelled.iter().map(|cancelled| rounding + cancelled);
+    let judged = bounds.fold(true, |judged, bound| judged && bound.is_finite());
     let mut compared = pairs.map(|((a, b), cancelled)| ((a - b).abs(), rounding + cancelled));
     let apart = compared.find(|(apart, bound)| apart > bound || apart.is_nan());
     Finding {
         input: format!("{name} (formula)"),
         compared: autograd.len() as u64,
+        judged,
         problem: apart.map(|(apart, bound)| {
             format!(
                 "autograd and the backward formula differ by {}, bound {}",
@@ -209,6 +238,7 @@ impl Line<'_> {
         Finding {
             input: format!("{name} ({way})"),
             compared: gradient.len() as u64,
+            judged: bound.is_finite(),
             problem: (!agrees).then(|| {
                 format!(
                     "gradient says {}, finite differences {}: {} apart, bound {}",

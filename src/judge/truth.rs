@@ -7,6 +7,7 @@ use dsv4_reference::Products;
 use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_runtime::DType;
 use rayon::prelude::*;
+use thiserror::Error;
 
 use crate::case::CaseError;
 use crate::judge::agreement;
@@ -49,6 +50,18 @@ struct Stored {
     pooling: Pooling,
     comparison: Comparison,
     deterministic: bool,
+}
+
+/// Why a tensor has no bounds.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Unheld {
+    /// The oracle's runs leave the range of its arithmetic: nothing is known of a kernel there, and
+    /// the tensor is not judged.
+    #[error("{0}")]
+    NoBound(String),
+    /// The kernel's tensor or its declaration is wrong.
+    #[error("{0}")]
+    Wrong(String),
 }
 
 /// The bounds on a tensor of a kernel.
@@ -159,7 +172,7 @@ impl Truth {
     /// # Errors
     /// Scales that the oracle does not have, or that do not fit; an element without a bound, since
     /// the oracle's runs leave the range of its arithmetic.
-    pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, String> {
+    pub fn held(&self, index: usize, found: &KernelTensor) -> Result<Arc<Held>, Unheld> {
         let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
         let stored =
             Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
@@ -172,7 +185,7 @@ impl Truth {
         Ok(held)
     }
 
-    fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, String> {
+    fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, Unheld> {
         let exact = &self.exact[index];
         let runs = self.runs_of(index, found);
         let runs: Vec<_> = runs.iter().map(|run| &**run).collect();
@@ -191,7 +204,7 @@ impl Truth {
         &self,
         index: usize,
         found: &KernelTensor,
-    ) -> Result<(Steps, Budget), String> {
+    ) -> Result<(Steps, Budget), Unheld> {
         let runs = self.runs_of(index, found);
         self.allowed(index, found, &runs.iter().map(|run| &**run).collect::<Vec<_>>())
     }
@@ -201,9 +214,9 @@ impl Truth {
         index: usize,
         found: &KernelTensor,
         runs: &[&OracleTensor],
-    ) -> Result<(Steps, Budget), String> {
+    ) -> Result<(Steps, Budget), Unheld> {
         let exact = &self.exact[index];
-        let steps = Steps::of(found.grid(), &exact.shape, &self.exact)?;
+        let steps = Steps::of(found.grid(), &exact.shape, &self.exact).map_err(Unheld::Wrong)?;
         let budget = match found.comparison {
             Comparison::Rounded => Budget::derive_pooled(exact, runs, &steps, found.pooling),
             _ => Budget::nothing(exact),
@@ -212,10 +225,10 @@ impl Truth {
         if let Some(unbounded) = budget.unbounded(exact) {
             let at = agreement::unflatten(unbounded, &exact.shape);
             let value = exact.values[unbounded];
-            return Err(format!(
+            return Err(Unheld::NoBound(format!(
                 "no bound follows from the oracle's runs: at {at:?} it is {}, and some run is no finite number",
                 figures::element(value)
-            ));
+            )));
         }
         Ok((steps, budget))
     }
@@ -270,7 +283,10 @@ impl Truth {
         let index = self.exact.iter().position(|exact| exact.name == name);
         let index = index.ok_or_else(|| format!("the oracle has no scores `{name}`"))?;
         let allowed = match run.tensors.iter().find(|tensor| tensor.name == name) {
-            Some(found) => self.held(index, found)?.budget.allowed.clone(),
+            Some(found) => {
+                let held = self.held(index, found).map_err(|unheld| unheld.to_string())?;
+                held.budget.allowed.clone()
+            }
             None => self.budget(index, DType::F32).allowed,
         };
         Ok((&self.exact[index], allowed))
@@ -292,7 +308,7 @@ mod tests {
     use crate::operator::Side;
 
     #[test]
-    fn a_tensor_whose_working_runs_overflow_is_an_error_and_no_pass() {
+    fn a_tensor_whose_working_runs_overflow_has_no_bound() {
         // Elements of unlike scale, so that each is judged by its own runs.
         let run = |precision: Precision| {
             let values = match precision {
@@ -306,7 +322,9 @@ mod tests {
             Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth");
         let found =
             KernelTensor::new("t", HostTensor::from_f64(DType::F32, &[1, 3], &[1.0, 2.0, 4.0]));
-        let message = truth.held(0, &found).err().expect("no bound");
+        let unheld = truth.held(0, &found).err().expect("no bound");
+        assert!(matches!(unheld, Unheld::NoBound(_)));
+        let message = unheld.to_string();
         assert!(
             message.contains("no bound follows") && message.contains("[0, 1] it is 2,"),
             "{message}"

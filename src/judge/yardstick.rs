@@ -205,6 +205,15 @@ impl Yardstick {
         }
     }
 
+    /// Whether its bounds are numbers or limits. They are not where runs of the oracle leave the
+    /// range of their arithmetic.
+    pub fn is_bound(&self) -> bool {
+        !(self.bias[0].is_nan()
+            || self.bias[1].is_nan()
+            || self.energy.is_nan()
+            || self.equal.is_nan())
+    }
+
     /// What is wrong with the bias and with the precision of a tensor with these metrics, if
     /// anything. NaN is wrong.
     pub fn problems(&self, numbers: Numbers) -> [Option<String>; 2] {

@@ -8,7 +8,7 @@
 use dsv4_runtime::DType;
 use serde::Serialize;
 
-use super::declared::{Refused, finite, not_empty, positive, refuse};
+use super::declared::{Refused, finite, not_empty, positive, refuse, shift_of_logits};
 use super::{Comparison, Grid, Pooling};
 use crate::case::Distribution;
 use crate::operator::fields::{Aliasing, Data};
@@ -494,6 +494,13 @@ impl Specs {
     /// Requires a number of the case, by the name of its field, to be finite.
     pub fn finite(mut self, field: &'static str, value: impl Into<f64>) -> Self {
         self.refused.extend(finite(field, value.into()).err());
+        self
+    }
+
+    /// Requires a shift of logits, by the name of its field, to leave a softmax in fp32 something of
+    /// their differences.
+    pub fn shift_of_logits(mut self, field: &'static str, value: impl Into<f64>) -> Self {
+        self.refused.extend(shift_of_logits(field, value.into()).err());
         self
     }
 

@@ -81,6 +81,20 @@ pub fn finite(field: &'static str, value: f64) -> Result<(), Refused> {
     if value.is_finite() { Ok(()) } else { refuse(field, format!("{value} must be finite")) }
 }
 
+/// Largest shift of logits. Softmax in fp32 sees their differences to 2^-24 of it.
+const LARGEST_SHIFT: f64 = 4096.0;
+
+/// Requires a shift of logits to leave softmax in fp32 something of their differences.
+///
+/// # Errors
+/// It is not finite, or larger than 4096.
+pub fn shift_of_logits(field: &'static str, value: f64) -> Result<(), Refused> {
+    if value.abs() <= LARGEST_SHIFT {
+        return Ok(());
+    }
+    refuse(field, format!("{value} must be a number from -{LARGEST_SHIFT} to {LARGEST_SHIFT}"))
+}
+
 /// Requires an extent of a case not to be 0.
 ///
 /// # Errors
@@ -135,6 +149,12 @@ pub trait Operator: Sized + Send + Sync + 'static {
 
     /// Cases that every sweep runs, because chance must not leave them out.
     fn edge_cases(profile: Profile) -> Vec<Self::Case>;
+
+    /// Cases in which one block has very many work tiles. They are edge cases on an emulated device
+    /// with one SM, where a small case has a block with a long loop.
+    fn long_cases() -> Vec<Self::Case> {
+        Vec::new()
+    }
 
     /// Why a case cannot run on a device like this one; `None` where it can.
     fn cannot_run(_case: &Self::Case, _environment: &Environment) -> Option<String> {

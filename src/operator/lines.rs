@@ -32,7 +32,11 @@ const LARGEST_NUMBER: u64 = (1 << 30) - 1;
 /// Fields that may hold any number of 64 bits.
 const SEED: &str = "seed";
 
-/// Rejects whole numbers above [`LARGEST_NUMBER`] anywhere in a case.
+/// Smallest and largest size of a real number of a case other than 0: those of fp32. Data drawn with
+/// a larger scale are infinities, and with a smaller one all zeros.
+const REALS: [f64; 2] = [f32::from_bits(1) as f64, f32::MAX as f64];
+
+/// Rejects numbers beyond [`LARGEST_NUMBER`] and [`REALS`] anywhere in a case.
 fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
     match value {
         Value::Object(fields) => {
@@ -48,6 +52,13 @@ fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
                 reason: format!("{number} is more than {LARGEST_NUMBER}"),
             })
         }
+        Value::Number(number) => match number.as_f64() {
+            Some(real) if real != 0.0 && !(REALS[0]..=REALS[1]).contains(&real.abs()) => {
+                let size = format!("{number} is neither 0 nor of a size that fp32 has");
+                Err(Refused { field: path.to_owned().into(), reason: size })
+            }
+            _ => Ok(()),
+        },
         _ => Ok(()),
     }
 }
@@ -57,12 +68,23 @@ fn bound_numbers(value: &Value, path: &str) -> Result<(), Refused> {
 pub(super) struct Choices {
     pub layouts: Layouts,
     pub special: Option<Special>,
+    /// SMs of the emulated device, where they are not those of `--sms`.
+    pub sms: Option<u32>,
 }
 
 /// The field of a case's line that holds layouts.
 const LAYOUTS: &str = "layouts";
 /// The field that names the special values of the inputs.
 const SPECIAL: &str = "special";
+/// The field for the SMs of the emulated device. A GPU has the SMs that it has, and the field no
+/// effect.
+pub(super) const SMS: &str = "sms";
+/// Most SMs that a case may ask for.
+const MOST_SMS: u32 = 1024;
+/// SMs by which cases vary the grids that launchers choose: each block of a launch takes all its
+/// work tiles, two share them, and each tile has a block of its own, as on a large GPU. With the
+/// default a block takes several.
+pub(super) const SMS_OF_CASES: [u32; 3] = [1, 2, 132];
 
 /// Converts the rejection of a field to a case's error.
 pub(super) fn field_error(operator: &'static str, refused: Refused) -> CaseError {
@@ -83,6 +105,9 @@ pub(super) fn line(case: &dyn DeclaredCase, choices: &Choices) -> Case {
     if !choices.layouts.is_empty() {
         line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(choices.layouts));
     }
+    if let Some(sms) = choices.sms {
+        line.fields.insert(SMS.to_owned(), sms.into());
+    }
     line
 }
 
@@ -94,6 +119,7 @@ pub(super) fn read(
     let mut line = line.clone();
     let layouts = line.fields.remove(LAYOUTS);
     let special = line.fields.remove(SPECIAL);
+    let sms = line.fields.remove(SMS);
     let case = operator.parse(&line)?;
     no_unknown_field(&line, &*case)?;
     let field_error = |refused| field_error(case.name(), refused);
@@ -114,7 +140,12 @@ pub(super) fn read(
     if let Some(special) = special.as_ref().filter(|special: &&Special| !special.fits(&specs)) {
         return Err(refused(SPECIAL, special.why_not()));
     }
-    Ok((case, Choices { layouts, special }))
+    let sms = sms.map(serde_json::from_value::<u32>).transpose();
+    let sms = sms.map_err(|e| refused(SMS, e.to_string()))?;
+    if let Some(sms) = sms.filter(|sms| !(1..=MOST_SMS).contains(sms)) {
+        return Err(refused(SMS, format!("{sms} is not in 1..={MOST_SMS}")));
+    }
+    Ok((case, Choices { layouts, special, sms }))
 }
 
 /// Cases that share fields flatten them, and serde cannot reject unknown fields there.

@@ -82,6 +82,10 @@ pub struct Report {
     pub shards: Vec<ShardRecord>,
 }
 
+/// Why a tensor of a case has no verdict: nothing is known of a kernel there.
+pub const NOT_JUDGED: &str =
+    "not judged: the oracle's runs leave the range of their arithmetic, and no bound follows";
+
 /// A file that holds failing cases of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedRecord {
@@ -773,8 +777,8 @@ impl Report {
         if is_part { Vec::new() } else { without_power(&self.cases) }
     }
 
-    /// Skips that follow from the cases: those that the kernel does not support, and, for an
-    /// external kernel, the checks that could not be made.
+    /// Skips that follow from the cases: those that the kernel does not support, tensors that were
+    /// not judged, and, for an external kernel, the checks that could not be made.
     pub fn skips_of_cases(&self) -> Vec<Skip> {
         let is_external = self.environment.backend == BackendKind::External;
         let mut counts: BTreeMap<(String, String), u64> = BTreeMap::new();
@@ -785,7 +789,8 @@ impl Report {
             );
             *counts.entry((format!("cases of {}", record.operator), why)).or_default() += 1;
         }
-        for skip in self.cases.iter().filter(|_| is_external).flat_map(|case| &case.skips) {
+        let counts_here = |skip: &&Skip| is_external || skip.why == NOT_JUDGED;
+        for skip in self.cases.iter().flat_map(|case| &case.skips).filter(counts_here) {
             *counts.entry((skip.what.clone(), skip.why.clone())).or_default() += skip.count;
         }
         counts.into_iter().map(|((what, why), count)| Skip { what, why, count }).collect()

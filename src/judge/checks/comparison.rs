@@ -11,7 +11,7 @@ use crate::judge::{agreement, failing, selection};
 use crate::operator::{
     Comparison, KernelRun, KernelTensor, OracleTensor, PreparedCase, RoundingPoints,
 };
-use crate::record::{Check, Metrics, Verdict, WholeTensor, agreement_of, figures};
+use crate::record::{Check, Metrics, NOT_JUDGED, Verdict, WholeTensor, agreement_of, figures};
 
 /// Compares a tensor with the oracle's in the way that the tensor declares.
 pub(super) fn compare(
@@ -104,8 +104,8 @@ pub(super) fn saved_checks(
         }
         let held = match truth.held(index, found) {
             Ok(held) => held,
-            Err(message) => {
-                outcome.push(Check::GradientOfSaved, exact.name, Verdict::Error, 0, message);
+            Err(unheld) => {
+                outcome.unheld(Check::GradientOfSaved, exact.name, unheld);
                 continue;
             }
         };
@@ -248,6 +248,9 @@ pub(super) fn whole_verdict(
     outcome: &mut Outcome,
 ) {
     let Some(yardstick) = &held.yardstick else { return };
+    if !yardstick.is_bound() {
+        return outcome.skip(agreement_of(exact.name), NOT_JUDGED, 1);
+    }
     let [bias, precision] = yardstick.problems(yardstick.numbers(exact, kernel));
     if yardstick.points == RoundingPoints::Undeclared {
         outcome.skip(Check::Bias.as_str(), "the kernel does not say where it rounds", 1);

@@ -8,7 +8,7 @@ use super::differences::{difference_beyond, first_difference, value_difference, 
 use super::{Outcome, launch};
 use crate::judge::budget::Budget;
 use crate::judge::runner::Runner;
-use crate::judge::truth::Truth;
+use crate::judge::truth::{Truth, Unheld};
 use crate::operator::tensors::permuted_along;
 use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Relation, rows_of};
 use crate::record::{Check, Verdict};
@@ -60,12 +60,12 @@ pub(super) fn law_checks(
                 });
                 match own
                     .as_ref()
-                    .map_err(|e| e.to_string())
+                    .map_err(|e| Unheld::Wrong(e.to_string()))
                     .and_then(|own| with_variants(own, exact, budget, &b))
                 {
                     Ok(both) => Some((*exact, both)),
-                    Err(message) => {
-                        outcome.push(check.clone(), name, Verdict::Error, 0, message);
+                    Err(unheld) => {
+                        outcome.unheld(check.clone(), name, unheld);
                         continue;
                     }
                 }
@@ -100,7 +100,7 @@ pub(super) fn with_variants(
     exact: &OracleTensor,
     budget: &Budget,
     found: &KernelTensor,
-) -> Result<Budget, String> {
+) -> Result<Budget, Unheld> {
     let mut both = budget.clone();
     if let Some(index) = variant.exact.iter().position(|tensor| tensor.name == exact.name) {
         let (_, own) = variant.of_each_element(index, found)?;

@@ -15,9 +15,11 @@ use self::laws::law_checks;
 use self::repeats::repeat_checks;
 use crate::judge::runner::{RunError, Runner};
 use crate::judge::triangulation;
-use crate::judge::truth::Truth;
+use crate::judge::truth::{Truth, Unheld};
 use crate::operator::{KernelRun, PreparedCase, Side};
-use crate::record::{Check, CheckRecord, FailingElements, Skip, Verdict, words};
+use crate::record::{
+    Check, CheckRecord, FailingElements, NOT_JUDGED, Skip, Verdict, agreement_of, words,
+};
 
 pub use self::comparison::POWERLESS;
 
@@ -124,6 +126,14 @@ impl Outcome {
         self.skips.push(Skip { what: what.into(), why: why.to_owned(), count });
     }
 
+    /// A tensor without bounds: it is not judged, and counted, or what is wrong with it is an error.
+    fn unheld(&mut self, check: Check, tensor: &str, unheld: Unheld) {
+        match unheld {
+            Unheld::NoBound(_) => self.skip(agreement_of(tensor), NOT_JUDGED, 1),
+            Unheld::Wrong(message) => self.push(check, tensor, Verdict::Error, 0, message),
+        }
+    }
+
     /// Whether a check cannot be made of this runner's kernels; then the skip is noted.
     fn is_blind(&mut self, runner: &dyn Runner, check: &Check, count: u64) -> bool {
         let why = runner.blind_to(check);
@@ -197,6 +207,10 @@ fn triangulate(prepared: &dyn PreparedCase, outcome: &mut Outcome) {
     match triangulation::triangulate(&*probe) {
         Ok(findings) => {
             for finding in findings {
+                if !finding.judged {
+                    outcome.skip(Check::OracleGradients.as_str(), NOT_JUDGED, 1);
+                    continue;
+                }
                 outcome.verdict(
                     Check::OracleGradients,
                     &finding.input,
@@ -255,9 +269,7 @@ fn run_kernels(
                 compare(truth, index, found, &first, (&held, options.power), outcome);
                 budgets.push((exact, held.budget.clone()));
             }
-            Err(message) => {
-                outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message)
-            }
+            Err(unheld) => outcome.unheld(side_check(exact.side), exact.name, unheld),
         }
     }
     let left_out = |side| {
@@ -293,9 +305,7 @@ pub fn hold(truth: &Truth, run: &KernelRun) -> Outcome {
         let exact = &truth.exact[index];
         match truth.held(index, found) {
             Ok(held) => compare(truth, index, found, run, (&held, false), &mut outcome),
-            Err(message) => {
-                outcome.push(side_check(exact.side), exact.name, Verdict::Error, 0, message)
-            }
+            Err(unheld) => outcome.unheld(side_check(exact.side), exact.name, unheld),
         }
     }
     outcome

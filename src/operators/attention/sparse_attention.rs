@@ -230,7 +230,9 @@ impl Operator for SparseAttention {
             gradient("dsink", "sink", DType::F32),
         ];
         let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
-        specs.positive("logit_deviation", c.logit_deviation).finite("logit_shift", c.logit_shift)
+        specs
+            .positive("logit_deviation", c.logit_deviation)
+            .shift_of_logits("logit_shift", c.logit_shift)
     }
 
     fn check(c: &SparseAttentionCase) -> Result<(), Refused> {
