@@ -8,7 +8,7 @@ use dsv4_parity::operator::Profile;
 use dsv4_parity::operator::given::Sizes;
 use dsv4_parity::operators::registry;
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{GivenCases, SweepOptions, plan};
+use dsv4_parity::sweep::{GivenCases, LeftOut, SweepOptions, plan};
 use dsv4_runtime::{BackendKind, Environment};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -50,6 +50,7 @@ pub fn cases(
         regressions: Regressions::new(""),
         remember: false,
         condition,
+        left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
     };

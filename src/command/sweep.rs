@@ -14,7 +14,7 @@ use crate::operator::Profile;
 use crate::record::journal::Shard;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::session::{Started, SweepRequest};
-use crate::sweep::{GivenCases, SweepOptions};
+use crate::sweep::{GivenCases, LeftOut, SweepOptions};
 
 /// Which cases a sweep draws.
 #[derive(Debug, Args)]
@@ -61,6 +61,7 @@ impl SweepArguments {
             regressions: Regressions::new(folder),
             remember: false,
             condition: None,
+            left_out: LeftOut::default(),
             time_budget: None,
             deadline: None,
         }

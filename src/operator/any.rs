@@ -21,7 +21,9 @@ use super::golden::{Golden, Reading};
 use super::inputs::Inputs;
 use super::laws::Laws;
 use super::layouts::{self, Layouts};
-use super::lines::{Choices, checked, field_error, line, read, too_large_on, within};
+use super::lines::{
+    Choices, SMS, SMS_OF_CASES, checked, field_error, line, read, too_large_on, within,
+};
 use super::size::{self, Limit};
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
@@ -32,6 +34,17 @@ use crate::case::{Case, CaseError};
 use crate::operator::Family;
 use crate::operator::golden_file::GoldenFile;
 use crate::record::OperatorRecord;
+
+/// The SMs of a drawn case, by its seed: every second case has the default.
+fn sms_of(seed: u64) -> Option<u32> {
+    SMS_OF_CASES.get((seed / 2 % (2 * SMS_OF_CASES.len() as u64)) as usize).copied()
+}
+
+/// The case on an emulated device with one SM.
+fn on_one_sm(mut case: Case) -> Case {
+    case.fields.insert(SMS.to_owned(), 1.into());
+    case
+}
 
 /// A case of any operator.
 pub(super) type AnyCase = Arc<dyn DeclaredCase>;
@@ -47,6 +60,7 @@ pub(super) trait Declaration: Send + Sync {
     fn strategy(&self, profile: Profile) -> BoxedStrategy<AnyCase>;
     fn typical(&self) -> Vec<AnyCase>;
     fn edge_cases(&self, profile: Profile) -> Vec<AnyCase>;
+    fn long_cases(&self) -> Vec<AnyCase>;
     fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String>;
     fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark>;
 }
@@ -140,6 +154,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn edge_cases(&self, profile: Profile) -> Vec<AnyCase> {
         all::<K>(K::edge_cases(profile))
+    }
+
+    fn long_cases(&self) -> Vec<AnyCase> {
+        all::<K>(K::long_cases())
     }
 
     fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String> {
@@ -293,12 +311,14 @@ impl AnyOperator {
 
     /// Draws cases; shrinks towards the smallest.
     pub fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
-        (self.0.strategy(profile), layouts::strategy(layouts::MOST_TENSORS), special::strategy())
+        let layouts = layouts::strategy(layouts::MOST_TENSORS);
+        (self.0.strategy(profile), layouts, special::strategy())
             .prop_map(|(case, layouts, special)| {
                 // A rejected case fails when it runs: it has no tensors to lay out.
                 let Ok(specs) = checked(&*case) else { return case.line() };
                 let special = special.filter(|special| special.fits(&specs));
-                line(&*case, &Choices { layouts: layouts::resolve(&specs, &layouts), special })
+                let (layouts, sms) = (layouts::resolve(&specs, &layouts), sms_of(specs.seed));
+                line(&*case, &Choices { layouts, special, sms })
             })
             .boxed()
     }
@@ -310,8 +330,15 @@ impl AnyOperator {
 
     /// Cases that every sweep runs first, because chance must not skip them.
     pub fn edge_cases(&self, profile: Profile) -> Vec<Case> {
-        let own = self.0.edge_cases(profile).into_iter().chain(limits::edge_cases(self.0, profile));
-        let own = own.map(|case| with_unlike_gaps(&case));
+        let own = self.0.edge_cases(profile).into_iter().map(|case| with_unlike_gaps(&case));
+        // Every second one has all its work tiles in one block.
+        let grown = limits::edge_cases(self.0, profile).into_iter().enumerate();
+        let grown = grown.map(|(turn, case)| {
+            let case = with_unlike_gaps(&case);
+            if turn % 2 == 0 { on_one_sm(case) } else { case }
+        });
+        let long = self.0.long_cases().into_iter().map(|case| on_one_sm(with_unlike_gaps(&case)));
+        let own = own.chain(grown).chain(long);
         let varied = self.0.typical().into_iter().flat_map(|case| {
             let specs = case.tensors();
             let special = Special::OF_CLAMPS
@@ -323,7 +350,35 @@ impl AnyOperator {
             let choices: Vec<Choices> = special.chain(laid_out).collect();
             choices.into_iter().map(move |choices| line(&*case, &choices))
         });
-        own.chain(varied).chain(special_in_turn(&self.0.typical())).collect()
+        let gridded = self.with_other_sms();
+        own.chain(varied).chain(special_in_turn(&self.0.typical())).chain(gridded).collect()
+    }
+
+    /// The typical cases on emulated devices with other numbers of SMs: the first on each, every
+    /// other on one of them.
+    fn with_other_sms(&self) -> impl Iterator<Item = Case> {
+        let of_case = |(at, case): (usize, AnyCase)| {
+            let (from, most) = if at == 0 { (0, SMS_OF_CASES.len()) } else { (at, 1) };
+            let chosen = SMS_OF_CASES.into_iter().cycle().skip(from).take(most);
+            chosen
+                .map(move |sms| line(&*case, &Choices { sms: Some(sms), ..Choices::default() }))
+                .collect::<Vec<_>>()
+        };
+        self.0.typical().into_iter().enumerate().flat_map(of_case)
+    }
+
+    /// Whether a tensor of the case has no elements.
+    ///
+    /// # Errors
+    /// A field that the operator cannot take.
+    pub fn has_an_empty_tensor(&self, case: &Case) -> Result<bool, CaseError> {
+        let (case, _) = read(self.0, case)?;
+        Ok(case.tensors().present().any(|spec| spec.elements() == 0))
+    }
+
+    /// Whether the case differs from another one only on an emulated device.
+    pub fn is_for_the_emulator(&self, case: &Case) -> bool {
+        case.fields.contains_key(SMS)
     }
 
     /// A small case with data, as an example for users.

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::any::{AnyCase, Declaration};
 use super::declaration::{Part, Specs, Strides, TensorSpec};
 use super::declared::About;
-use super::lines::checked;
+use super::lines::{SMS, checked};
 use super::special::Special;
 use super::{Comparison, Profile};
 use crate::case::Case;
@@ -149,7 +149,7 @@ fn axes(operator: &dyn Declaration) -> Vec<String> {
     let special =
         |case: AnyCase| Special::OF_CLAMPS.iter().any(|special| special.fits(&case.tensors()));
     let special = operator.typical().into_iter().any(special).then_some("special values");
-    let chosen = special.into_iter().chain(["layouts"]).map(str::to_owned);
+    let chosen = special.into_iter().chain(["layouts", SMS]).map(str::to_owned);
     fields.into_iter().filter(|field| field != "seed").chain(chosen).collect()
 }
 

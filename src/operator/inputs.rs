@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
+use dsv4_runtime::arena::Violation;
 use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, Role, RuntimeError};
 
 use super::any::AnyCase;
@@ -22,6 +23,7 @@ use super::{
 };
 use super::{laws, sequence};
 use crate::case::{Case, CaseError};
+use crate::operator::Written;
 use crate::operator::fields::elements;
 use crate::record::Seconds;
 
@@ -214,6 +216,11 @@ impl Inputs {
         }
     }
 
+    /// The device with the SMs that the case asks for, if it asks and the device can.
+    fn chosen(&self, device: &Device) -> Option<Device> {
+        self.choices.sms.and_then(|sms| device.with_sms(sms))
+    }
+
     /// Its tensors on a device, with the workspaces that its launches need.
     pub(super) fn placed<'d>(
         &self,
@@ -235,6 +242,13 @@ impl Inputs {
         specs: &Specs,
         placed: &Placed<'_>,
     ) -> Result<KernelRun, RuntimeError> {
+        let (violations, paths, frozen) = self.run_on(specs, placed)?;
+        Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
+    }
+
+    /// Launches forward and backward on the placed tensors. Returns forbidden writes, the paths that
+    /// ran, and outputs as they were before the backward.
+    fn run_on(&self, specs: &Specs, placed: &Placed<'_>) -> Result<Ran, RuntimeError> {
         let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
         let mut violations = placed.arena().run(|device| {
             let mut run = Launches::new(device, placed.arena());
@@ -250,7 +264,7 @@ impl Inputs {
             Ok(())
         })?;
         violations.extend(changed);
-        Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
+        Ok((violations, paths, frozen))
     }
 
     /// The given tensors as the device received them, where they differ from what was drawn.
@@ -264,32 +278,63 @@ impl Inputs {
         given
     }
 
-    /// What was written. A frozen tensor is reported as it was when frozen, because a later change
-    /// is a separate finding.
+    /// What was written and is compared. A frozen tensor is reported as it was when frozen, because
+    /// a later change is a separate finding.
     pub(super) fn collect(
         &self,
         specs: &Specs,
         placed: &Placed<'_>,
         frozen: &[Frozen],
     ) -> Result<Vec<KernelTensor>, RuntimeError> {
-        let mut tensors = Vec::new();
-        let mut written = Tensors::default();
-        for spec in specs.present().filter(|spec| spec.is_written() && spec.part != Part::Scratch) {
+        let written = self.read_back(specs, placed, frozen)?;
+        Ok(self.compared_of(specs, written, &self.uploaded(specs, placed)))
+    }
+
+    /// Every tensor that the kernels wrote, as it is stored.
+    fn read_back(
+        &self,
+        specs: &Specs,
+        placed: &Placed<'_>,
+        frozen: &[Frozen],
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        let written = specs.present().filter(|spec| is_read_back(spec)).map(|spec| {
             let whole = &placed.views()[spec.name];
-            let tensor = match frozen
+            let of_whole = frozen
                 .iter()
-                .find(|(view, _)| view.name == whole.name && view.same_elements(whole))
-            {
+                .find(|(view, _)| view.name == whole.name && view.same_elements(whole));
+            let tensor = match of_whole {
                 Some((_, tensor)) => tensor.clone(),
                 None => placed.download(spec.name)?,
             };
-            if specs.compares(spec.name) {
+            Ok((spec.name, tensor))
+        });
+        written.collect()
+    }
+
+    /// What is compared of tensors as they are stored: themselves, or what they mean. Nothing is
+    /// observed of an incomplete forward.
+    fn compared_of(
+        &self,
+        specs: &Specs,
+        stored: Vec<(&'static str, HostTensor)>,
+        given: &Tensors,
+    ) -> Vec<KernelTensor> {
+        let mut tensors = Vec::new();
+        let mut written = Tensors::default();
+        for (name, tensor) in stored {
+            let Some(spec) = specs.find(name) else { continue };
+            if specs.compares(name) {
                 tensors.push(kernel_tensor(spec, tensor.clone()));
             }
-            written.put(spec.name, tensor);
+            written.put(name, tensor);
         }
-        if specs.present().any(|spec| spec.part == Part::Observed) {
-            for (name, tensor) in self.case.observe(&self.uploaded(specs, placed), &written) {
+        let is_there = |spec: &TensorSpec| {
+            matches!(spec.part, Part::Gradient { .. }) || written.get(spec.name).is_some()
+        };
+        if specs.present().any(|spec| spec.part == Part::Observed)
+            && specs.present().filter(|spec| is_read_back(spec)).all(is_there)
+        {
+            for (name, tensor) in self.case.observe(given, &written) {
                 if let Some(spec) = specs.find(name) {
                     tensors.push(kernel_tensor(spec, tensor));
                 }
@@ -300,8 +345,13 @@ impl Inputs {
                 tensor.tensor = shown.of_tensor(&tensor.tensor);
             }
         }
-        Ok(tensors)
+        tensors
     }
+}
+
+/// Whether the kernels write a tensor that is read back.
+fn is_read_back(spec: &TensorSpec) -> bool {
+    spec.is_written() && spec.part != Part::Scratch
 }
 
 /// Bytes of a spec's type that hold the oracle's values.
@@ -331,6 +381,9 @@ pub(super) fn kernel_tensor(spec: &TensorSpec, tensor: HostTensor) -> KernelTens
         ..KernelTensor::new(spec.name, tensor)
     }
 }
+
+/// Forbidden writes, the paths that ran, and outputs as they were before the backward.
+type Ran = (Vec<Violation>, Vec<String>, Vec<Frozen>);
 
 impl PreparedCase for Inputs {
     fn operator(&self) -> &'static str {
@@ -392,7 +445,43 @@ impl PreparedCase for Inputs {
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let specs = self.specs();
-        self.launched(&specs, &self.placed(device, contract, &specs)?)
+        let chosen = self.chosen(device);
+        self.launched(&specs, &self.placed(chosen.as_ref().unwrap_or(device), contract, &specs)?)
+    }
+
+    fn stored(
+        &self,
+        device: &Device,
+        contract: Contract,
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        let (specs, chosen) = (self.specs(), self.chosen(device));
+        let placed = self.placed(chosen.as_ref().unwrap_or(device), contract, &specs)?;
+        let (_, _, frozen) = self.run_on(&specs, &placed)?;
+        self.read_back(&specs, &placed, &frozen)
+    }
+
+    fn written(&self) -> Vec<Written> {
+        let specs = self.specs();
+        let form = |spec: &TensorSpec| Written {
+            name: spec.name,
+            dtype: spec.dtype,
+            shape: spec.shape(),
+            side: match spec.part {
+                Part::Gradient { .. } => Side::Gradient,
+                _ => Side::Forward,
+            },
+        };
+        specs.present().filter(|spec| is_read_back(spec)).map(form).collect()
+    }
+
+    fn observed(&self) -> Vec<&'static str> {
+        let specs = self.specs();
+        let observed = specs.present().filter(|spec| spec.part == Part::Observed);
+        observed.map(|spec| spec.name).collect()
+    }
+
+    fn compared(&self, stored: Vec<(&'static str, HostTensor)>) -> Vec<KernelTensor> {
+        self.compared_of(&self.specs(), stored, &self.tensors)
     }
 
     fn seconds(&self, device: &Device) -> Result<Seconds, RuntimeError> {
@@ -404,7 +493,8 @@ impl PreparedCase for Inputs {
         device: &Device,
         contract: Contract,
     ) -> Result<Option<Sequence>, RuntimeError> {
-        sequence::of(self, device, contract).map(Some)
+        let chosen = self.chosen(device);
+        sequence::of(self, chosen.as_ref().unwrap_or(device), contract).map(Some)
     }
 
     fn laws(&self) -> Vec<Law> {

@@ -131,6 +131,19 @@ pub struct OracleTensor {
     pub values: Vec<f64>,
 }
 
+/// The form of a tensor that kernels write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Its name.
+    pub name: &'static str,
+    /// Its type.
+    pub dtype: DType,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Whether the forward or the backward writes it.
+    pub side: Side,
+}
+
 /// A tensor that the kernel wrote.
 #[derive(Clone, Debug)]
 pub struct KernelTensor {
@@ -344,6 +357,35 @@ pub trait PreparedCase: Sync {
     /// # Errors
     /// What the launcher rejects, and what the kernel did wrong.
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError>;
+
+    /// As [`Self::kernel`]: every tensor that the kernels wrote, as it is stored.
+    ///
+    /// # Errors
+    /// Those of [`Self::kernel`].
+    fn stored(
+        &self,
+        device: &Device,
+        contract: Contract,
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        let run = self.kernel(device, contract)?;
+        Ok(run.tensors.into_iter().map(|tensor| (tensor.name, tensor.tensor)).collect())
+    }
+
+    /// The tensors that kernels of the case write, as they are stored.
+    fn written(&self) -> Vec<Written> {
+        Vec::new()
+    }
+
+    /// The tensors that are computed of those, and compared in the place of some.
+    fn observed(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
+    /// What is compared of tensors as they are stored, by whatever kernel: themselves, or what they
+    /// mean. What a tensor means is not computed where another tensor of the forward is missing.
+    fn compared(&self, stored: Vec<(&'static str, HostTensor)>) -> Vec<KernelTensor> {
+        stored.into_iter().map(|(name, tensor)| KernelTensor::new(name, tensor)).collect()
+    }
 
     /// The device time of one call of the kernels, forward and backward.
     ///

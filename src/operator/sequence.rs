@@ -203,7 +203,7 @@ fn drawn_with(
     change: u64,
 ) -> Result<Inputs, String> {
     // Special values keep their offsets for every seed, so the other data have none.
-    let choices = Choices { layouts: inputs.choices.layouts.clone(), special: None };
+    let choices = Choices { special: None, ..inputs.choices.clone() };
     let mut line = line(&*inputs.case, &choices);
     let seeds: usize =
         line.fields.iter_mut().map(|(name, value)| reseed(name, value, change)).sum();

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use dsv4_runtime::{BackendKind, Environment};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use serde_json::Value;
 
 use crate::case::condition::Condition;
 use crate::case::{Case, CaseError};
@@ -64,6 +65,8 @@ pub struct SweepOptions {
     /// A condition on cases. Cases are drawn until enough meet it. Other cases that do not meet it
     /// are skips.
     pub condition: Option<Condition>,
+    /// Kinds of cases that do not run, each a counted skip.
+    pub left_out: LeftOut,
     /// Seconds of an operator's cases after which no drawn case starts; without it all drawn cases
     /// run. Saved cases and edge cases always run.
     pub time_budget: Option<Duration>,
@@ -98,6 +101,39 @@ impl SweepOptions {
             // A thousand draws each, and enough for a few cases of a rare kind.
             Some(_) => wanted.saturating_mul(1_000).clamp(20_000, 1_000_000).max(wanted),
         }
+    }
+}
+
+/// Kinds of cases that an external kernel need not take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Cases with a tensor without elements, such as those without tokens.
+    pub empty: bool,
+    /// Cases with hostile lists or pages.
+    pub hostile: bool,
+}
+
+impl LeftOut {
+    /// Why a case does not run, if it is of such a kind.
+    fn why(self, operator: &AnyOperator, case: &Case) -> Option<&'static str> {
+        let is_empty = || operator.has_an_empty_tensor(case).unwrap_or(false);
+        if self.hostile && case.fields.iter().any(|(name, value)| is_hostile(name, value)) {
+            Some("the adapter says `hostile = false`")
+        } else if self.empty && is_empty() {
+            Some("a tensor of theirs has no elements (--empty runs them)")
+        } else {
+            None
+        }
+    }
+}
+
+/// Whether a field of a case asks for hostile contents.
+fn is_hostile(name: &str, value: &Value) -> bool {
+    match value {
+        Value::String(kind) => kind == "hostile",
+        Value::Bool(is) => *is && name == "hostile",
+        Value::Object(fields) => fields.iter().any(|(name, value)| is_hostile(name, value)),
+        _ => false,
     }
 }
 
@@ -213,8 +249,11 @@ pub fn plan(
         }
         part
     };
-    let edge_cases =
-        part_of(operator.edge_cases(options.profile), options.edge_cases, "edge cases");
+    // On another device a case with other SMs is the same as one without.
+    let on_emulator = environment.backend == BackendKind::Emulator;
+    let mut edge_cases = operator.edge_cases(options.profile);
+    edge_cases.retain(|case| on_emulator || !operator.is_for_the_emulator(case));
+    let edge_cases = part_of(edge_cases, options.edge_cases, "edge cases");
     let remembered = part_of(remembered, options.remembered, "remembered cases");
     if let Some(condition) = &options.condition {
         refuse_unknown_fields(condition, operator, &edge_cases, options)?;
@@ -259,12 +298,14 @@ pub fn plan(
             count: (wanted - matched) as u64,
         });
     }
-    planned.retain(|planned| match operator.cannot_run(&planned.case, environment) {
-        Some(why) => {
-            Skip::count(&mut skips, format!("cases of {}", planned.case.operator), &why);
-            false
+    planned.retain(|planned| {
+        let case = &planned.case;
+        let left_out = options.left_out.why(operator, case).map(str::to_owned);
+        let why = left_out.or_else(|| operator.cannot_run(case, environment));
+        if let Some(why) = &why {
+            Skip::count(&mut skips, format!("cases of {}", case.operator), why);
         }
-        None => true,
+        why.is_none()
     });
     Ok((planned, skips))
 }

@@ -66,6 +66,8 @@ pub(super) fn at_place(case: &Case, place: &[String], usual: &Map<String, Value>
     let mut values: Vec<Option<Value>> = Vec::new();
     match now {
         Value::Number(number) if number.is_u64() => {
+            // Without it the case has the SMs of any other.
+            values.extend((place == ["sms"]).then_some(None));
             values.extend(
                 smaller_integers(number.as_u64().unwrap_or(0))
                     .into_iter()

@@ -9,7 +9,9 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::record::{CaseRecord, Origin, Skip, TensorRecord, Verdict, without_power};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, GivenCases, SweepOptions};
+use dsv4_parity::sweep::{
+    self, EMULATOR_BUDGET, EMULATOR_BUDGET_OF_ALL, GivenCases, LeftOut, SweepOptions,
+};
 use dsv4_runtime::BackendKind;
 use libtest_mimic::Trial;
 
@@ -119,6 +121,7 @@ fn run(
         regressions: regressions(),
         remember: false,
         condition: None,
+        left_out: LeftOut::default(),
         time_budget,
         deadline: None,
     };

@@ -15,7 +15,7 @@ use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::Verdict;
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions};
 use dsv4_runtime::{BackendKind, Environment};
 use rand::Rng;
 use rand::seq::IndexedRandom;
@@ -388,6 +388,7 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
                     time_budget: None,
                     deadline: None,
                     condition: None,
+                    left_out: LeftOut::default(),
                 };
                 let (planned, _) =
                     sweep::plan(operator, Vec::new(), &options, environment).unwrap();

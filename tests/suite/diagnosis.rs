@@ -14,7 +14,7 @@ use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Report};
 use dsv4_parity::report::diagnosis::{self, Diagnosis, terminal};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, GivenCases, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions};
 use dsv4_runtime::{BackendKind, Device};
 
 use crate::command_line::{Output, Parity, changed_kernels};
@@ -105,6 +105,7 @@ fn cases_of(operator: &AnyOperator, device: &Device) -> Vec<Case> {
         regressions: Regressions::new("none"),
         remember: false,
         condition: None,
+        left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
     };

@@ -23,7 +23,7 @@ use dsv4_parity::operator::{
 use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Origin, Skip, Verdict};
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, GivenCases, PlannedCase, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, LeftOut, PlannedCase, SweepOptions};
 use dsv4_reference::precision::Precision;
 use dsv4_reference::{Format, Products, Rounding};
 use dsv4_runtime::arena::{Violation, ViolationKind};
@@ -47,6 +47,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
         regressions: Regressions::new(Path::new("none")),
         remember: false,
         condition: None,
+        left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
     }

@@ -287,7 +287,7 @@ impl Operator for DecodeAttention {
             .positive("softmax_scale", c.softmax_scale)
             .positive("logit_deviation", c.logit_deviation)
             .positive("row_magnitude", c.row_magnitude)
-            .finite("logit_shift", c.logit_shift)
+            .shift_of_logits("logit_shift", c.logit_shift)
     }
 
     fn check(c: &DecodeAttentionCase) -> Result<(), Refused> {
@@ -446,6 +446,11 @@ impl Operator for DecodeAttention {
             },
             // More requests than a warp has lanes, and blocks that start after the first 32.
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
+            hopper(DecodeAttentionCase {
+                window: store(9, 2, 4),
+                compressed: None,
+                ..plain(37, 1, 2, MODEL, 20)
+            }),
             // Without sinks, for a whole work unit and for a cut one.
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 1) },
             DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 3) },

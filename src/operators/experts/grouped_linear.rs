@@ -289,6 +289,11 @@ impl GroupedLinearCase {
     }
 }
 
+/// One row of an expert is expected: the smallest tiles.
+fn expecting_one(case: GroupedLinearCase) -> GroupedLinearCase {
+    GroupedLinearCase { expected_rows: 1, ..case }
+}
+
 impl Operator for GroupedLinear {
     type Case = GroupedLinearCase;
 
@@ -407,6 +412,16 @@ impl Operator for GroupedLinear {
             in_layout(ScaleLayout::Blocked, mxfp4(128, sorted([13, 4], 4, [24, 96]))),
             hopper(mxfp4(128, sorted([13, 4], 1, [24, 160]))),
             in_layout(ScaleLayout::MnMajor, hopper(mxfp4(32, masked([9, 3, 6], [24, 96])))),
+        ]
+    }
+
+    fn long_cases() -> Vec<GroupedLinearCase> {
+        // More work tiles for a block than it lists at its start.
+        let distinct = |case| GroupedLinearCase { experts: Experts::Distinct, ..case };
+        let exact = |case| GroupedLinearCase { codes: Codes::Exact, output: Float::F32, ..case };
+        vec![
+            exact(hopper(expecting_one(distinct(sorted([280, 280], 1, [8, 144]))))),
+            exact(hopper(mxfp4(32, expecting_one(distinct(sorted([280, 280], 1, [8, 96])))))),
         ]
     }
 

@@ -272,7 +272,7 @@ impl Operator for ScoreRecompute {
         let tensors = operands.into_iter().chain(c.ranked().tensors()).chain(tensors);
         let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
         let specs = specs.positive("logit_deviation", c.logit_deviation);
-        specs.finite("logit_shift", c.logit_shift).finite("outside", c.outside)
+        specs.shift_of_logits("logit_shift", c.logit_shift).finite("outside", c.outside)
     }
 
     fn check(c: &ScoreRecomputeCase) -> Result<(), Refused> {
@@ -409,6 +409,12 @@ impl Operator for ScoreRecompute {
                 logit_shift: -200.0,
                 ..selected(3, 5, 64, 30, 270)
             },
+            hopper(ScoreRecomputeCase {
+                indices: IndexClass::Valid,
+                recomputed: true,
+                logit_shift: -200.0,
+                ..selected(3, 5, 512, 30, 270)
+            }),
             // Far from 0, and more heads than one row of products. This detects a running maximum
             // that does not start at -inf.
             ScoreRecomputeCase {

@@ -205,6 +205,8 @@ impl Operator for MhcHead {
             // Channels in several parts; one vector more than a block of the mix takes of a row.
             plain(2, 520),
             plain(1, 1032),
+            // More channels of one lane than a step of its sum of squares, one at a time.
+            plain(2, 515),
             // Few tokens, so that one block of the projection has all of them. As many as it holds,
             // with more channels than it takes at a time.
             plain(4, 1160),

@@ -271,6 +271,8 @@ impl Operator for MhcPostMixPre {
             MhcPostMixPreCase { near_equal: true, ..plain(3, 40) },
             MhcPostMixPreCase { logits: 80.0, ..plain(9, 16) },
             MhcPostMixPreCase { sinkhorn_iters: 1, ..plain(2, 16) },
+            // An eps with which sums are no numbers that an approximation takes.
+            MhcPostMixPreCase { hc_eps: 1.5, ..plain(3, 16) },
             MhcPostMixPreCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
             separate(plain(3, 16)),
             // More tokens than the projection for few tokens handles.
