@@ -102,7 +102,7 @@ class Case:
 
     @property
     def outputs(self):
-        """Type and sizes of the tensors that are compared, by name."""
+        """Type and sizes of the tensors that kernels write, by name."""
         return {name: (dtype, tuple(shape)) for name, dtype, shape, _ in self._read()[1]}
 
     def tolerances(self):

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use dsv4_parity::calls::observed::hopper;
 use dsv4_parity::case::Case;
-use dsv4_parity::external::{Recorded, recorded};
+use dsv4_parity::external::{recorded, zeros};
 use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::truth::Truth;
@@ -106,19 +106,17 @@ impl Runner for Callable {
     fn run(
         &self,
         prepared: &dyn PreparedCase,
-        exact: &[OracleTensor],
+        _exact: &[OracleTensor],
         _contract: Contract,
     ) -> Result<KernelRun, RunError> {
         if self.raised.borrow().is_some() {
             return Err(RunError::error("the callable raised an exception"));
         }
-        let Recorded { inputs, outputs: mut tensors } = recorded(prepared, &self.recorder)?;
-        let is_gradient = |name: &str| {
-            exact.iter().any(|exact| exact.name == name && exact.side == Side::Gradient)
-        };
-        let expected: Vec<_> = tensors
+        let inputs = recorded(prepared, &self.recorder)?.inputs;
+        let mut outputs = zeros(prepared);
+        let expected: Vec<_> = outputs
             .iter()
-            .map(|output| (output.name, output.tensor.clone(), is_gradient(output.name)))
+            .map(|output| (output.name, output.tensor.clone(), output.side == Side::Gradient))
             .collect();
         let case = prepared.case().or_else(|| self.case.borrow().clone());
         let case = case.ok_or_else(|| RunError::error("it is not known which case this is"))?;
@@ -128,14 +126,16 @@ impl Runner for Callable {
             self.raised.replace(Some(error));
             RunError::error(message)
         })?;
-        self.returned.replace(Some(written.keys().cloned().collect()));
-        tensors.retain_mut(|output| match written.remove(output.name) {
+        outputs.retain_mut(|output| match written.remove(output.name) {
             Some(bytes) => {
                 output.tensor.bytes = bytes;
                 true
             }
             None => false,
         });
+        let stored = outputs.into_iter().map(|output| (output.name, output.tensor));
+        let tensors = prepared.compared(stored.collect());
+        self.returned.replace(Some(tensors.iter().map(|tensor| tensor.name.to_owned()).collect()));
         let violations = changed.into_iter().map(|buffer| Violation {
             buffer,
             kind: ViolationKind::Input,
@@ -250,7 +250,7 @@ pub fn tensors_of<'py>(
     let prepared = prepared(&case, tensors)?;
     let recorded = recorded(&*prepared, &recorder()).map_err(|error| errors::of_runtime(&error))?;
     let inputs = recorded.inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
-    let outputs = recorded.outputs.into_iter().map(|output| {
+    let outputs = zeros(&*prepared).into_iter().map(|output| {
         let (dtype, shape) = (output.tensor.dtype.to_string(), output.tensor.shape);
         (output.name.to_owned(), dtype, shape, String::new())
     });
@@ -273,7 +273,8 @@ pub fn tolerances(py: Python<'_>, case: &str, tensors: Given) -> PyResult<String
         for (index, exact) in truth.exact.iter().enumerate() {
             let output = outputs.iter().find(|output| output.name == exact.name);
             let Some(output) = output else { continue };
-            let held = truth.held(index, output).map_err(PyValueError::new_err)?;
+            let held = truth.held(index, output);
+            let held = held.map_err(|unheld| PyValueError::new_err(unheld.to_string()))?;
             found.insert(exact.name, tolerance(&exact.values, &held.budget.allowed));
         }
         Ok(json!(found).to_string())

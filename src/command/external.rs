@@ -26,8 +26,8 @@ use crate::record::journal::Shard;
 use crate::record::{Report, Verdict, all_cases_of};
 use crate::report::skips::by_reason;
 use crate::report::{self, times};
-use crate::sweep::SweepOptions;
 use crate::sweep::session::{Runners, Session, SweepRequest};
+use crate::sweep::{LeftOut, SweepOptions};
 
 /// Random schedules of an external process: none.
 const SCHEDULES: u32 = 0;
@@ -82,6 +82,11 @@ pub struct ExternalArguments {
     /// it.
     #[arg(long = "where", value_name = "CONDITION")]
     condition: Option<Condition>,
+    /// Sweep cases without tokens, rows or keys, too
+    ///
+    /// Without it they are counted skips: few kernels are called with nothing.
+    #[arg(long)]
+    empty: bool,
     /// Run part I of N, counted from 0; `parity merge` joins the parts
     #[arg(long, value_name = "I/N")]
     shard: Option<Shard>,
@@ -110,8 +115,9 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     arguments.sweep.seed.announce(one_of_several)?;
     let operator = registry::find(&arguments.op)?;
     let (external, condition) = open(arguments)?;
+    let left_out = LeftOut { empty: !arguments.empty, hostile: !external.takes_hostile() };
     external.start().map_err(|error| anyhow::anyhow!(error.message))?;
-    let session = planned(arguments, operator, condition, external.environment())?;
+    let session = planned(arguments, operator, condition, left_out, external.environment())?;
     external
         .check_adapter(&operator.describe(), session.cases())
         .with_context(|| adapter_name(arguments))?;
@@ -234,13 +240,17 @@ fn planned(
     arguments: &ExternalArguments,
     operator: &'static AnyOperator,
     condition: Option<Condition>,
+    left_out: LeftOut,
     environment: &Environment,
 ) -> Result<Session> {
     let ExternalArguments { op, sweep, costs, out, .. } = arguments;
     // The harness cannot schedule another process at random: the checks report and count it.
     let checks = CheckOptions::everything(sweep.profile().schedules());
-    let options =
-        SweepOptions { condition, ..sweep.options(checks, arguments.regressions.as_deref()) };
+    let options = SweepOptions {
+        condition,
+        left_out,
+        ..sweep.options(checks, arguments.regressions.as_deref())
+    };
     let request = SweepRequest {
         costs: costs.clone(),
         shard: arguments.shard.unwrap_or(Shard::WHOLE),

@@ -6,6 +6,12 @@
 //! where = "head_dim = 512 and topk % 128 = 0"   # which cases it takes; see `crate::case::condition`
 //! lanes = 32                                # it adds the values of a row in at least this many
 //!                                           # lanes, and the lanes as a tree
+//! bitwise = false                           # of every tensor that does not say otherwise, below
+//! hostile = false                           # no case with hostile lists or pages
+//!
+//! [[kernel]]                                # the worker must name this kernel in its answer: it
+//! name = "sm90_sparse"                      # did not fall back to another
+//! where = "head_dim = 512"                  # for these cases; all if absent
 //!
 //! [tensor.lse]                              # a table for each tensor, under its name here
 //! rename = "softmax_lse"                    # its name there
@@ -36,6 +42,7 @@ use dsv4_runtime::HostTensor;
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
+use crate::case::Case;
 use crate::case::condition::Condition;
 use crate::operator::{Arithmetic, RoundingPoints};
 use crate::record::figures;
@@ -55,9 +62,25 @@ pub struct Adapter {
     /// Which cases it takes.
     #[serde(rename = "where")]
     condition: Option<Condition>,
+    /// Whether equal values must be equal bits, for tensors that do not declare it.
+    bitwise: Option<bool>,
+    /// Whether cases with hostile lists run.
+    hostile: Option<bool>,
+    /// Kernels that answers must name.
+    #[serde(default)]
+    kernel: Vec<Demanded>,
     /// The file's text: a different text is a different adapter.
     #[serde(skip)]
     text: String,
+}
+
+/// A kernel that must have run.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Demanded {
+    name: String,
+    #[serde(rename = "where")]
+    condition: Option<Condition>,
 }
 
 /// How one tensor differs.
@@ -249,7 +272,28 @@ impl Adapter {
     /// Whether equal values of this tensor must be equal bits. An adapter declares that they need
     /// not for a sum whose order depends on its length, or on timing.
     pub fn is_bitwise(&self, name: &str) -> bool {
-        self.tensor.get(name).and_then(|convention| convention.bitwise).unwrap_or(true)
+        let own = self.tensor.get(name).and_then(|convention| convention.bitwise);
+        own.or(self.bitwise).unwrap_or(true)
+    }
+
+    /// Whether cases with hostile lists run.
+    pub fn takes_hostile(&self) -> bool {
+        self.hostile != Some(false)
+    }
+
+    /// Holds the kernel that ran a case against the one that must have.
+    ///
+    /// # Errors
+    /// Another one ran, or none is named; a condition that cannot be evaluated on the case.
+    pub fn hold_kernel(&self, case: &Case, ran: Option<&str>) -> Result<(), String> {
+        for Demanded { name, condition } in &self.kernel {
+            let applies = condition.as_ref().map_or(Ok(true), |condition| condition.holds(case))?;
+            if applies && ran != Some(name) {
+                let ran = ran.map_or("the worker names none".into(), |ran| format!("`{ran}` ran"));
+                return Err(format!("the adapter demands the kernel `{name}`, and {ran}"));
+            }
+        }
+        Ok(())
     }
 
     /// Type and shape that a tensor of ours has in the other kernel.

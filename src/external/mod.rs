@@ -19,10 +19,10 @@
 //!
 //! Whatever goes wrong is the verdict of that case. A worker that ends before its first request
 //! cannot start, and no case runs. The answer is one of
-//! anything cannot start, and no case runs. The answer is one of
 //!
 //! - `{"ok":true}`, or `{"ok":true,"seconds":{"forward":1e-5,"backward":2e-5}}` where the time was
-//!   requested and the kernel has measured it, by the clock of the device;
+//!   requested and the kernel has measured it, by the clock of the device. `"kernel":"name"` may
+//!   name the kernel that ran: it is the path of the case, and an adapter may demand one;
 //! - `{"error":"why"}`: the case has failed;
 //! - `{"unsupported":"why"}`: the kernel does not support such cases, which is a counted skip.
 //!
@@ -31,6 +31,10 @@
 //!
 //! A tensor `input.NAME` in the outputs is an input as the kernel left it. It must equal what was
 //! given, and so must the file of the inputs.
+//!
+//! The tensors are those that our kernels write, as these store them: codes, scales, caches. What
+//! they mean (decoded values, which slot holds an entry) is computed here, so that no kernel can
+//! claim it.
 //!
 //! The operators do not know about external kernels. Their `kernel` runs on a device that launches
 //! nothing and records what would be read ([`Device::recording`]). Its result defines what would be
@@ -58,7 +62,9 @@ use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
-use crate::operator::{Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side};
+use crate::operator::{
+    Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side, Written,
+};
 use crate::operators::registry;
 use crate::record::{Check, OperatorRecord, Seconds, Skip, Verdict};
 
@@ -107,6 +113,8 @@ pub struct External {
     asks_time: Cell<bool>,
     times: RefCell<Times>,
     folders: RefCell<u64>,
+    /// The tensors that kernels store, where this one leaves some out: nothing else can be compared.
+    stored_alone: RefCell<Option<Vec<&'static str>>>,
 }
 
 /// How an external kernel is judged and reported.
@@ -153,6 +161,7 @@ impl External {
             asks_time: Cell::default(),
             times: RefCell::default(),
             folders,
+            stored_alone: RefCell::default(),
         }
     }
 
@@ -186,17 +195,24 @@ impl External {
             if unmet.is_empty() {
                 return Ok(());
             }
-            let recorded = recorded(&*registry::prepare(case)?, &self.recorder)
+            let prepared = registry::prepare(case)?;
+            let recorded = recorded(&*prepared, &self.recorder)
                 .map_err(|e| CaseError::Malformed(RunError::from(e).message))?;
-            let outputs = recorded.outputs.iter().map(|output| (output.name, &output.tensor));
-            for (name, tensor) in
-                recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor)).chain(outputs)
-            {
+            let written = zeros(&*prepared);
+            let outputs = written.iter().map(|output| (output.name, &output.tensor));
+            let inputs = recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor));
+            for (name, tensor) in inputs.chain(outputs) {
                 adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
                 unmet.remove(name);
             }
+            unmet.retain(|name| !prepared.observed().contains(name));
         }
         Ok(())
+    }
+
+    /// Whether the kernel takes cases with hostile lists, as its adapter declares.
+    pub fn takes_hostile(&self) -> bool {
+        self.options.adapter.takes_hostile()
     }
 
     /// Starts the process that answers requests, if it is a worker. The caller does not wait until
@@ -214,6 +230,21 @@ impl External {
     /// That it does not, with its last output.
     pub fn still_runs(&self) -> Result<(), RunError> {
         self.call.borrow_mut().still_runs()
+    }
+
+    /// Why the kernel does not return a tensor of this side.
+    fn why(&self, name: &str, side: Side) -> Option<&'static str> {
+        if self.options.forward_only && side == Side::Gradient {
+            Some("the kernel has no gradients (--forward-only)")
+        } else if self.options.adapter.is_absent(name) {
+            Some("the adapter declares that the kernel does not return it")
+        } else {
+            None
+        }
+    }
+
+    fn why_not(&self, output: &Output) -> Option<&'static str> {
+        self.why(output.name, output.side)
     }
 
     /// The time that the kernel reported, with ours of the same case.
@@ -274,11 +305,31 @@ impl Folder {
     }
 }
 
-/// What our kernel would read and write.
+/// A tensor that a kernel is to write, in our form.
+pub struct Output {
+    /// Its name.
+    pub name: &'static str,
+    /// Its type and shape; its values are zeros.
+    pub tensor: HostTensor,
+    /// Whether the forward or the backward writes it.
+    pub side: Side,
+}
+
+/// The tensors that kernels of a case write, as they are stored.
+pub fn zeros(prepared: &dyn PreparedCase) -> Vec<Output> {
+    let written = prepared.written().into_iter();
+    let zeros = |Written { name, dtype, shape, side }| {
+        let bytes = vec![0; shape.iter().product::<usize>() * dtype.size()];
+        Output { name, tensor: HostTensor { dtype, shape, bytes }, side }
+    };
+    written.map(zeros).collect()
+}
+
+/// What our kernel would read, and what would be compared.
 pub struct Recorded {
     /// The inputs, by the operator's names.
     pub inputs: NamedTensors,
-    /// The outputs, whose values are zeros.
+    /// The tensors that are compared, of outputs that are zeros.
     pub outputs: Vec<KernelTensor>,
 }
 
@@ -321,15 +372,16 @@ impl Runner for External {
     fn run(
         &self,
         prepared: &dyn PreparedCase,
-        exact: &[OracleTensor],
+        _exact: &[OracleTensor],
         _contract: Contract,
     ) -> Result<KernelRun, RunError> {
         let adapter = &self.options.adapter;
-        let Recorded { inputs, mut outputs } = recorded(prepared, &self.recorder)?;
-        let side = |name: &str| exact.iter().find(|exact| exact.name == name);
-        outputs.retain(|output| {
-            side(output.name).is_none_or(|exact| self.leaves_out(exact).is_none())
-        });
+        let inputs = recorded(prepared, &self.recorder)?.inputs;
+        let (outputs, left_out): (Vec<_>, Vec<_>) =
+            zeros(prepared).into_iter().partition(|output| self.why_not(output).is_none());
+        let lacks = left_out.iter().any(|output| output.side == Side::Forward);
+        let stored = prepared.written().into_iter().map(|written| written.name);
+        self.stored_alone.replace(lacks.then(|| stored.collect()));
         let given: WireTensors = inputs
             .iter()
             .map(|(name, tensor)| {
@@ -341,14 +393,12 @@ impl Runner for External {
             .iter()
             .map(|output| {
                 let (dtype, shape) = adapter.their_form(output.name, &output.tensor)?;
-                let gradient = side(output.name).is_some_and(|exact| exact.side == Side::Gradient);
                 let name = adapter.their_name(output.name).to_owned();
-                Ok(ExpectedOutput {
-                    name,
-                    dtype,
-                    shape,
-                    side: if gradient { "gradient" } else { "forward" }.into(),
-                })
+                let side = match output.side {
+                    Side::Forward => "forward",
+                    Side::Gradient => "gradient",
+                };
+                Ok(ExpectedOutput { name, dtype, shape, side: side.into() })
             })
             .collect::<Result<Vec<_>, String>>()
             .map_err(RunError::error)?;
@@ -361,18 +411,21 @@ impl Runner for External {
         write(folder.path(), INPUTS, &input_bytes)?;
         write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone(), time })?)?;
         let reply = self.call.borrow_mut().call(folder.path())?;
+        adapter.hold_kernel(&case, reply.kernel.as_deref()).map_err(RunError::fail)?;
         if time {
             self.times.replace(self.times_of(prepared, reply.seconds));
         }
         let written = read_outputs(folder.path(), &expected, &given)?;
-        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written)
+        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written, &expected)
             .map_err(RunError::fail)?;
-        for (output, form) in outputs.iter_mut().zip(&expected) {
+        let ours = |(output, form): (&Output, &ExpectedOutput)| {
             let theirs = &written[&form.name];
-            output.tensor =
-                adapter.to_ours(output.name, theirs, &output.tensor).map_err(RunError::fail)?;
-        }
-        Ok(KernelRun { tensors: outputs, violations, paths: vec!["external".into()] })
+            Ok((output.name, adapter.to_ours(output.name, theirs, &output.tensor)?))
+        };
+        let stored = outputs.iter().zip(&expected).map(ours).collect::<Result<_, String>>();
+        let tensors = prepared.compared(stored.map_err(RunError::fail)?);
+        let ran = reply.kernel.unwrap_or_else(|| "external".into());
+        Ok(KernelRun { tensors, violations, paths: vec![ran] })
     }
 
     fn environment(&self) -> &Environment {
@@ -417,13 +470,12 @@ impl Runner for External {
     }
 
     fn leaves_out(&self, exact: &OracleTensor) -> Option<&'static str> {
-        if self.options.forward_only && exact.side == Side::Gradient {
-            Some("the kernel has no gradients (--forward-only)")
-        } else if self.options.adapter.is_absent(exact.name) {
-            Some("the adapter declares that the kernel does not return it")
-        } else {
-            None
-        }
+        let why = self.why(exact.name, exact.side);
+        why.or_else(|| {
+            let stored = self.stored_alone.borrow();
+            let is_derived = stored.as_ref().is_some_and(|names| !names.contains(&exact.name));
+            is_derived.then_some("it follows from a tensor that the kernel does not return")
+        })
     }
 
     fn rounds_freely(&self, tensor: &str) -> Option<&'static str> {
@@ -483,19 +535,22 @@ fn read_outputs(
     Err(RunError { verdict, ..RunError::error(message) })
 }
 
-/// Inputs that are not what was given: in the file, or as the kernel returns them.
+/// Inputs that are not what was given: in the file, or as the kernel returns them. A tensor that is
+/// also to be written (a cache) may change.
 fn changed_inputs(
     folder: &Path,
     file: &[u8],
     given: &WireTensors,
     written: &WireTensors,
+    expected: &[ExpectedOutput],
 ) -> Result<Vec<Violation>, String> {
     let mut violations = Vec::new();
     let now = read_regular(&folder.join(INPUTS), file.len() as u64)?;
     if now != file {
         violations.push(violation(INPUTS, &now, file));
     }
-    for (name, tensor) in given {
+    let is_state = |name: &String| expected.iter().any(|output| output.name == *name);
+    for (name, tensor) in given.iter().filter(|(name, _)| !is_state(name)) {
         let left = written.get(&format!("input.{name}"));
         if let Some(left) = left.filter(|left| *left != tensor) {
             violations.push(violation(name, &left.bytes, &tensor.bytes));
@@ -532,13 +587,14 @@ pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
         .iter()
         .map(|(name, tensor)| Ok((name.clone(), to_host(tensor)?)))
         .collect::<Result<_, String>>()?;
-    let run =
-        prepared.kernel(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
+    let stored =
+        prepared.stored(&device.with_inputs(inputs), Contract::NAN).map_err(|e| e.to_string())?;
     let mut outputs = WireTensors::new();
     for form in expected.tensors {
-        let tensor = run.tensors.iter().find(|tensor| tensor.name == form.name);
-        let tensor = tensor.ok_or_else(|| format!("the operator returns no `{}`", form.name))?;
-        outputs.insert(form.name, WireTensor::from(&tensor.tensor));
+        let tensor = stored.iter().find(|(name, _)| *name == form.name);
+        let (_, tensor) =
+            tensor.ok_or_else(|| format!("the operator returns no `{}`", form.name))?;
+        outputs.insert(form.name, WireTensor::from(tensor));
     }
     std::fs::write(folder.join(OUTPUTS), wire::to_bytes(&outputs)?)
         .map_err(|e| format!("{OUTPUTS}: {e}"))

@@ -58,10 +58,12 @@ pub trait Call {
 }
 
 /// What an answer holds in addition to the outputs.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Reply {
     /// How long the kernel took, by its own clock.
     pub seconds: Option<Seconds>,
+    /// The kernel that ran, by its own name.
+    pub kernel: Option<String>,
 }
 
 /// A command that is run once for each request, with `{dir}` replaced by the folder.
@@ -175,6 +177,8 @@ struct Answer {
     #[serde(default)]
     seconds: Option<Seconds>,
     #[serde(default)]
+    kernel: Option<String>,
+    #[serde(default)]
     error: Option<String>,
     #[serde(default)]
     unsupported: Option<String>,
@@ -184,21 +188,28 @@ impl Answer {
     /// The answer of the line; `None` where it is not an answer.
     fn read(line: &str) -> Option<Result<Reply, RunError>> {
         match serde_json::from_str(line).ok()? {
-            Self { ok: true, seconds, error: None, unsupported: None } => Some(match seconds {
-                Some(seconds) if !seconds.are_times() => {
-                    Err(RunError::error(format!("the worker's seconds {seconds:?} are no times")))
-                }
-                seconds => Ok(Reply { seconds }),
-            }),
-            Self { ok: false, seconds: None, error: Some(error), unsupported: None } => {
+            Self { ok: true, seconds, kernel, error: None, unsupported: None } => {
+                Some(match seconds {
+                    Some(seconds) if !seconds.are_times() => Err(RunError::error(format!(
+                        "the worker's seconds {seconds:?} are no times"
+                    ))),
+                    seconds => Ok(Reply { seconds, kernel: kernel.map(named) }),
+                })
+            }
+            Self { ok: false, seconds: None, kernel: _, error: Some(error), unsupported: None } => {
                 Some(Err(RunError::error(format!("the worker reported: {error}"))))
             }
-            Self { ok: false, seconds: None, error: None, unsupported: Some(why) } => Some(Err(
-                RunError::unsupported(words::line(&why.chars().take(REASON).collect::<String>())),
-            )),
+            Self { ok: false, seconds: None, kernel: _, error: None, unsupported: Some(why) } => {
+                Some(Err(RunError::unsupported(named(why))))
+            }
             _ => None,
         }
     }
+}
+
+/// Words of a worker that become a line of a report.
+fn named(words: String) -> String {
+    words::line(&words.chars().take(REASON).collect::<String>())
 }
 
 /// What a user may try where a worker cannot start.

@@ -36,7 +36,7 @@ const RMS_NORM: &str = r#"{"operator":"rms_norm","num_rows":4,"width":64,"dtype"
 const ATTENTION: &str = r#"{"operator":"sparse_attention","num_tokens":4,"num_heads":3,"head_dim":64,"values":"shared","v_dim":64,"num_keys":9,"topk":8,"indices":"empty_rows","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"logit_shift":0.0,"key_gradient":"bf16","dlse":true,"distribution":"normal","poison_unreferenced":true,"implementation":"portable","key_gradients":"atomic","seed":1}"#;
 
 /// A kernel that runs in this process.
-struct Kernel<F>(F);
+pub struct Kernel<F>(pub F);
 
 impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
@@ -44,29 +44,29 @@ impl<F: FnMut(&Path) -> Result<(), RunError>> Call for Kernel<F> {
     }
 }
 
-fn case(line: &str) -> Case {
+pub fn case(line: &str) -> Case {
     Case::parse(line).expect("a case")
 }
 
-fn adapter(text: &str) -> ExternalOptions {
+pub fn adapter(text: &str) -> ExternalOptions {
     ExternalOptions {
         adapter: Adapter::parse(text).expect("an adapter"),
         ..ExternalOptions::default()
     }
 }
 
-fn run(line: &str, options: ExternalOptions, call: impl Call + 'static) -> CaseRecord {
+pub fn run(line: &str, options: ExternalOptions, call: impl Call + 'static) -> CaseRecord {
     sweep::run_case(&case(line), Origin::Given, &External::new(Box::new(call), options), OPTIONS)
 }
 
 /// Our own kernel, run as a correct external kernel.
-fn honest(folder: &Path) -> Result<(), RunError> {
+pub fn honest(folder: &Path) -> Result<(), RunError> {
     external::answer(folder, support::device()).map_err(RunError::error)
 }
 
 /// Our own kernel with its outputs modified by `change`, which also gets the number of the run,
 /// from 0.
-fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Call + 'static {
+pub fn changed(mut change: impl FnMut(&mut WireTensors, usize) + 'static) -> impl Call + 'static {
     let mut runs = 0;
     Kernel(move |folder: &Path| {
         honest(folder)?;
@@ -88,12 +88,12 @@ fn map(tensors: &mut WireTensors, name: &str, change: impl Fn(usize, f64) -> f64
 }
 
 /// Check, tensor and verdict of everything that did not pass.
-fn failures(record: &CaseRecord) -> Vec<(String, String, Verdict)> {
+pub fn failures(record: &CaseRecord) -> Vec<(String, String, Verdict)> {
     let bad = record.checks.iter().filter(|check| check.verdict != Verdict::Pass);
     bad.map(|check| (check.check.to_string(), check.tensor.clone(), check.verdict)).collect()
 }
 
-fn assert_agrees(record: &CaseRecord) {
+pub fn assert_agrees(record: &CaseRecord) {
     assert_eq!(failures(record), [], "{}", sweep::failure_text(record));
     assert!(record.checks.iter().all(|check| check.compared > 0));
 }
@@ -112,7 +112,7 @@ fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
     }
 }
 
-fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
+pub fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
     failures(record).contains(&(check.to_owned(), tensor.to_owned(), Verdict::Fail))
 }
 
@@ -472,7 +472,7 @@ fn what_is_declared_absent_is_skipped_and_what_is_not_is_missing() {
 // ---------------------------------------------------------------- processes
 
 /// A request's folder, which nothing reads here.
-fn folder() -> tempfile::TempDir {
+pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a folder")
 }
 
@@ -735,19 +735,19 @@ fn parity(dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
     parity_about("rms_norm", dir, arguments)
 }
 
-fn parity_about(operator: &str, dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
+pub fn parity_about(operator: &str, dir: &Path, arguments: &[&str]) -> crate::command_line::Output {
     let (out, none) =
         (dir.join("out").display().to_string(), dir.join("none").display().to_string());
     let fixed = ["external", "--op", operator, "--out", &out, "--regressions", &none];
     Parity::new(&[&fixed[..], arguments].concat()).run()
 }
 
-fn report(dir: &Path) -> Report {
+pub fn report(dir: &Path) -> Report {
     let text = std::fs::read_to_string(dir.join("report.json")).expect("a report");
     serde_json::from_str(&text).expect("a report")
 }
 
-fn reference() -> String {
+pub fn reference() -> String {
     format!("{} external-worker --backend {}", binary().display(), support::backend())
 }
 
@@ -766,11 +766,12 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     let adapter = dir.path().join("adapter.toml");
     std::fs::write(&adapter, "rounding = \"specification\"\nlanes = 32\n").unwrap();
     let adapter = ["--adapter", &adapter.display().to_string()];
-    let sweep = ["--cases", "1", "--edge-cases", "8"];
+    // Drawn cases are the same on any device.
+    let sweep = ["--cases", "8", "--edge-cases", "0"];
     let output = parity_about(
         "swiglu",
         dir.path(),
-        &[&["--worker", &reference()][..], &sweep, &adapter].concat(),
+        &[&["--empty", "--worker", &reference()][..], &sweep, &adapter].concat(),
     );
     output.assert_code(0);
     assert!(
@@ -810,8 +811,8 @@ fn external_reports_like_run_and_diff_finds_no_loss_in_it() {
     assert_eq!(of_power(&report(&dir.path().join("ours"))), powers);
     // If a kernel declares nothing, the bias is not judged, and verdicts have less power.
     let other = folder();
-    parity_about("swiglu", other.path(), &[&["--worker", &reference()][..], &sweep].concat())
-        .assert_code(0);
+    let silent = ["--empty", "--worker", &reference()];
+    parity_about("swiglu", other.path(), &[&silent[..], &sweep].concat()).assert_code(0);
     let silent = report(&other.path().join("out"));
     assert!(silent.skips.iter().any(|skip| skip.what == "bias"));
     let seen = |powers: &[Seen]| {
@@ -853,12 +854,19 @@ fn a_command_that_always_dies_fails_every_case_and_loses_none() {
         return;
     }
     let dir = folder();
-    let output = parity(dir.path(), &["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0"]);
+    let command = ["--cmd", "echo broken >&2; exit 3 # {dir}", "--cases", "0", "--empty"];
+    let output = parity(dir.path(), &command);
     output.assert_code(1);
     let report = report(&dir.path().join("out"));
     assert_eq!(
         report.cases.len(),
-        registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len()
+        registry::find("rms_norm")
+            .unwrap()
+            .edge_cases(Profile::Quick)
+            .iter()
+            // Another process has no emulated SMs.
+            .filter(|case| !case.fields.contains_key("sms"))
+            .count()
     );
     for case in &report.cases {
         assert_no_outputs(case, Verdict::Error, &["exit code 3", "broken"]);
@@ -908,7 +916,7 @@ fn what_a_kernel_is_not_for_is_a_counted_skip_and_a_sweep_of_nothing_else_is_an_
         failures(&record)
     );
 
-    let sweep = ["--cases", "6", "--edge-cases", "0"];
+    let sweep = ["--cases", "6", "--edge-cases", "0", "--empty"];
     let all = parity(
         dir.path(),
         &[&["--worker", r#"while read -r l; do echo '{"unsupported":"all"}'; done"#][..], &sweep]
@@ -961,7 +969,7 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
     let condition = "dtype = 'bf16' and num_rows % 2 = 0";
     let sweep =
         ["--cmd", "exit 3 # {dir}", "--cases", "10", "--adapter", &adapter, "--where", condition];
-    parity(dir.path(), &sweep).assert_code(1);
+    parity(dir.path(), &[&sweep[..], &["--empty"]].concat()).assert_code(1);
     let report = report(&dir.path().join("out"));
     let of = |case: &CaseRecord, field: &str| case.case[field].as_u64().expect("a number");
     for case in &report.cases {
@@ -972,7 +980,8 @@ fn cases_that_meet_a_condition_are_drawn_shrunk_within_it_and_what_does_not_meet
         assert!(of(case, "width") > 8);
     }
     let count = |origin| report.cases.iter().filter(|case| case.origin == origin).count();
-    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick).len();
+    let edge_cases = registry::find("rms_norm").unwrap().edge_cases(Profile::Quick);
+    let edge_cases = edge_cases.iter().filter(|case| !case.fields.contains_key("sms")).count();
     let skipped = report
         .skips
         .iter()
@@ -1031,6 +1040,7 @@ fn an_external_sweep_is_divided_merged_resumed_and_reported_from_what_a_killed_o
             "5",
             "--edge-cases",
             "0",
+            "--empty",
         ];
         let places = ["--out", &out, "--regressions", &none, "--adapter", &adapter];
         Parity::new(&[&fixed[..], &places, more].concat()).run()
@@ -1211,7 +1221,9 @@ fn a_python_kernel_that_overwrites_an_input_prints_or_raises_is_told_so() {
     assert!(output.stderr.contains("inputs_unchanged dy"), "{}", output.stderr);
     let output = kernel("raise ValueError('no such width')");
     output.assert_code(1);
-    assert!(output.stderr.contains("ValueError: no such width"), "{}", output.stderr);
+    // With the place, which a traceback would name.
+    assert!(output.stderr.contains("ValueError: no such width (kernel.py:"), "{}", output.stderr);
+    assert!(output.stderr.contains("rms_norm)"), "{}", output.stderr);
 }
 
 #[test]
