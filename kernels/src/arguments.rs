@@ -580,10 +580,14 @@ pub(crate) fn is_aligned(view: &TensorView) -> bool {
             .all(|axis| view.shape[axis] <= 1 || view.strides[axis] % elements == 0)
 }
 
-/// Whether 16-byte accesses fit every row, up to its end.
+/// Whether 16-byte accesses fit every row, up to its end. Strides of an axis of one entry count,
+/// too: a row alone takes the path that it takes among others in the same memory.
 fn holds_wide_rows(view: &TensorView) -> bool {
+    let elements = (16 / view.dtype.size()) as i64;
+    let outer = view.strides.len().saturating_sub(1);
     view.shape.last().is_some_and(|&w| (w * view.dtype.size()).is_multiple_of(16))
         && is_aligned(view)
+        && view.strides[..outer].iter().all(|stride| stride % elements == 0)
 }
 
 /// Blocks of this many threads that process a row, with 16-byte accesses or one element a thread.

@@ -168,6 +168,7 @@ impl Runner for Callable {
             }
             Check::ScheduleIndependent => Some("the callable schedules by itself"),
             Check::Sequence => Some("the callable has buffers of its own, new ones for each call"),
+            Check::BatchInvariance => Some("check_batch_invariance makes it"),
             _ => None,
         }
     }

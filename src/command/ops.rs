@@ -7,7 +7,7 @@ use super::{Exit, output};
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::family::Family;
-use crate::record::{OperatorRecord, TensorRecord};
+use crate::record::{BatchAxis, InvariantRecord, OperatorRecord, TensorRecord};
 use crate::specification::Citation;
 
 /// Options of `parity ops`.
@@ -21,8 +21,12 @@ pub struct OpsArguments {
     /// Print a case of each operator, which `parity replay` runs, as one line of JSON
     #[arg(long)]
     example: bool,
-    /// Print JSON
+    /// Print which operators declare batch invariance, by axis: of all cases, of those that take
+    /// the invariant path, or of some
     #[arg(long, conflicts_with = "example")]
+    invariance: bool,
+    /// Print JSON
+    #[arg(long, conflicts_with_all = ["example", "invariance"])]
     json: bool,
 }
 
@@ -36,6 +40,10 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         for operator in operators {
             outln!("{}", operator.example().line());
         }
+        return Ok(Exit::Agreed);
+    }
+    if arguments.invariance {
+        matrix(&operators);
         return Ok(Exit::Agreed);
     }
     if arguments.names.is_empty() && !arguments.json {
@@ -67,6 +75,28 @@ fn list(operators: &[&AnyOperator]) {
     detailln!("\n{} operators; parity ops NAME describes one", operators.len());
 }
 
+/// A line for each operator: on which axes it declares batch invariance.
+fn matrix(operators: &[&AnyOperator]) {
+    let names = operators.iter().map(|operator| operator.name().len()).max().unwrap_or(0);
+    let cells = |name: &str, cells: Vec<&str>| {
+        let columns = BatchAxis::ALL.map(|axis| axis.name().len());
+        let cells = cells.iter().zip(columns).map(|(cell, width)| format!("{cell:width$}"));
+        let line = format!("{name:names$}  {}", cells.collect::<Vec<_>>().join("  "));
+        outln!("{}", line.trim_end());
+    };
+    cells("", BatchAxis::ALL.map(BatchAxis::name).to_vec());
+    for operator in operators {
+        let declared = operator.describe().invariant;
+        let cell = |axis: BatchAxis| match declared.iter().find(|record| record.axis == axis) {
+            None => "-",
+            Some(record) if record.always => "all",
+            Some(record) if record.by_path => "path",
+            Some(_) => "some",
+        };
+        cells(operator.name(), BatchAxis::ALL.map(cell).to_vec());
+    }
+}
+
 /// The line within this many columns, with an ellipsis where it is truncated.
 fn cut(line: &str, width: usize) -> String {
     if line.chars().count() <= width {
@@ -93,6 +123,10 @@ fn describe(record: &OperatorRecord) {
     outln!("    types          {}", record.dtypes.join(", "));
     outln!("    axes           {}", record.axes.join(", "));
     outln!("    backward       {}", if record.has_backward { "yes" } else { "no" });
+    let invariant: Vec<String> = record.invariant.iter().map(InvariantRecord::words).collect();
+    if !invariant.is_empty() {
+        outln!("    invariant      {}", invariant.join(", "));
+    }
     record.tensors.iter().for_each(print_tensor);
 }
 

@@ -33,9 +33,20 @@ pub struct SweepArguments {
     /// The rest is counted as skipped.
     #[arg(long, value_name = "N")]
     pub edge_cases: Option<usize>,
+    /// Make only this check, without the oracle: rows in other batches, bit for bit
+    #[arg(long, value_enum, value_name = "CHECK")]
+    pub only: Option<Only>,
     /// Seed of the sweep; `fresh` draws one, prints it and saves it in the report
     #[arg(long, default_value = "0", value_name = "N|fresh")]
     pub seed: Seed,
+}
+
+/// A check that a sweep can make without any other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Only {
+    /// A row's bits do not depend on the batch that it comes in.
+    #[value(name = "batch_invariance")]
+    BatchInvariance,
 }
 
 impl SweepArguments {
@@ -57,7 +68,7 @@ impl SweepArguments {
             }),
             remembered: GivenCases::All,
             seed: self.seed.number(),
-            checks,
+            checks: CheckOptions { only_batches: self.only.is_some(), ..checks },
             regressions: Regressions::new(folder),
             remember: false,
             condition: None,

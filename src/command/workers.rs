@@ -16,6 +16,7 @@ use dsv4_runtime::{BackendKind, Environment, cuda};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::run::RunArguments;
+use super::sweep::Only;
 use super::{cores, modules, output, progress};
 use crate::judge::turns::{self, TURNS};
 use crate::operator::size;
@@ -232,6 +233,10 @@ fn shard_arguments(
         ("--profile", text(sweep.profile().name().to_owned())),
         ("--cases", sweep.cases.and_then(|number| text(number.to_string()))),
         ("--edge-cases", sweep.edge_cases.and_then(|number| text(number.to_string()))),
+        (
+            "--only",
+            sweep.only.and_then(|Only::BatchInvariance| text("batch_invariance".to_owned())),
+        ),
         ("--seed", text(sweep.seed.number().to_string())),
         ("--schedules", schedules.and_then(|number| text(number.to_string()))),
         ("--regressions", path(regressions)),

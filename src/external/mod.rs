@@ -465,6 +465,7 @@ impl Runner for External {
             Check::Sequence => {
                 Some("another process has buffers of its own, new ones for each call")
             }
+            Check::BatchInvariance => Some("--only batch_invariance makes it, and no other check"),
             _ => None,
         }
     }

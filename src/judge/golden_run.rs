@@ -66,6 +66,7 @@ fn record(file: &GoldenFile, golden: &GoldenCase, outcome: Outcome) -> CaseRecor
         oracle_seconds: outcome.oracle_seconds,
         replay: format!("parity golden DIR --ops {operator} --files {}", file.name),
         skips: outcome.skips,
+        batches: vec![],
         plan_number: None,
         untestable: outcome.untestable,
         seconds: None,

@@ -11,9 +11,10 @@ use std::sync::Arc;
 
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
-use dsv4_runtime::{Device, Environment, HostTensor, RuntimeError, Views};
+use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, Views};
 use proptest::strategy::{BoxedStrategy, Strategy as _};
 
+use super::batches::{Batches, lot};
 use super::benchmarks::{AnyBenchmark, Timed};
 use super::declaration::Specs;
 use super::declared::{About, Launches, Operator, Refused};
@@ -22,18 +23,20 @@ use super::inputs::Inputs;
 use super::laws::Laws;
 use super::layouts::{self, Layouts};
 use super::lines::{
-    Choices, SMS, SMS_OF_CASES, checked, field_error, line, read, too_large_on, within,
+    Choices, SMS, SMS_OF_CASES, checked, field_error, has_invariant_path, line, read, too_large_on,
+    within,
 };
 use super::size::{self, Limit};
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
-    GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits, refusals,
+    Batched, GoldenCase, Law, ModuleSpecification, PreparedCase, Profile, documentation, limits,
+    refusals,
 };
 use crate::case::{Case, CaseError};
 use crate::operator::Family;
 use crate::operator::golden_file::GoldenFile;
-use crate::record::OperatorRecord;
+use crate::record::{BatchAxis, OperatorRecord};
 
 /// The SMs of a drawn case, by its seed: every second case has the default.
 fn sms_of(seed: u64) -> Option<u32> {
@@ -100,6 +103,8 @@ pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)>;
     fn oracle_elements(&self) -> u128;
     fn laws(&self, inputs: &Inputs) -> Vec<Law>;
+    fn invariant(&self, path: bool) -> &'static [BatchAxis];
+    fn batches(&self, inputs: &Inputs) -> Batched;
     fn is_smooth(&self) -> bool;
     fn bends_over(&self, tensors: &Tensors, input: &str) -> Option<Vec<f64>>;
 
@@ -260,6 +265,16 @@ impl<K: Operator> DeclaredCase for Of<K> {
         laws.finish()
     }
 
+    fn invariant(&self, path: bool) -> &'static [BatchAxis] {
+        K::invariant(&self.0, path)
+    }
+
+    fn batches(&self, inputs: &Inputs) -> Batched {
+        let mut batches = Batches::new(&self.0, inputs);
+        K::batches(&self.0, &mut batches);
+        batches.finish()
+    }
+
     fn is_smooth(&self) -> bool {
         K::is_smooth(&self.0)
     }
@@ -318,7 +333,10 @@ impl AnyOperator {
                 let Ok(specs) = checked(&*case) else { return case.line() };
                 let special = special.filter(|special| special.fits(&specs));
                 let (layouts, sms) = (layouts::resolve(&specs, &layouts), sms_of(specs.seed));
-                line(&*case, &Choices { layouts, special, sms })
+                // Every third case takes the invariant path, where there is one. The line decides,
+                // so that a seed draws the same cases of other operators.
+                let invariant = has_invariant_path(&*case) && lot(&case.line()).is_multiple_of(3);
+                line(&*case, &Choices { layouts, special, sms, invariant })
             })
             .boxed()
     }
@@ -347,7 +365,9 @@ impl AnyOperator {
                 .map(with_special);
             let laid_out = layouts::edge_cases(&specs).into_iter();
             let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
-            let choices: Vec<Choices> = special.chain(laid_out).collect();
+            let asked = Choices { invariant: true, ..Choices::default() };
+            let asked = has_invariant_path(&*case).then_some(asked);
+            let choices: Vec<Choices> = special.chain(laid_out).chain(asked).collect();
             choices.into_iter().map(move |choices| line(&*case, &choices))
         });
         let gridded = self.with_other_sms();
@@ -423,6 +443,9 @@ impl AnyOperator {
     pub fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // An invalid case is not a skip: preparing it reports the error.
         let (case, choices) = read(self.0, case).ok()?;
+        if choices.invariant && environment.backend == BackendKind::External {
+            return Some("an external kernel has no second path".to_owned());
+        }
         let too_large = |specs: &Specs| {
             let of_this_process = within(&*case, specs, &choices.layouts, size::limit());
             // The case's own text names its values, but skips are counted by reason.

@@ -13,6 +13,7 @@ use proptest::strategy::BoxedStrategy;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::batches::Batches;
 use super::benchmarks::Benchmark;
 use super::declaration::Specs;
 #[cfg(doc)]
@@ -23,7 +24,7 @@ use super::tensors::{Bound, Tensors};
 use super::{ModuleSpecification, Profile};
 #[cfg(doc)]
 use crate::operator::golden_file::GoldenFile;
-use crate::record::Family;
+use crate::record::{BatchAxis, Family};
 
 /// Facts about an operator that hold for every case.
 #[derive(Clone, Copy, Debug)]
@@ -267,6 +268,19 @@ pub trait Operator: Sized + Send + Sync + 'static {
 
     /// Relations between the case and variants of it that need no oracle.
     fn laws(_case: &Self::Case, _laws: &mut Laws<'_, Self>) {}
+
+    /// The axes along which the kernels of this case are invariant: bits of a row do not depend on
+    /// the batch. What is declared is checked. Along others a difference is measured and shown.
+    /// `path`: whether the launchers are asked for their invariant paths ([`Device::invariant`]).
+    fn invariant(_case: &Self::Case, _path: bool) -> &'static [BatchAxis] {
+        &[]
+    }
+
+    /// The rows of the case in other batches. Default: those that the layer makes of the axis of
+    /// rows.
+    fn batches(_case: &Self::Case, batches: &mut Batches<'_, Self>) {
+        batches.of_rows();
+    }
 
     /// Whether the oracle's gradients of this case can be triangulated: it must be smooth and
     /// small. Finite differences run the oracle dozens of times, and large cases show nothing more.

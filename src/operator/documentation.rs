@@ -14,7 +14,7 @@ use super::lines::{SMS, checked};
 use super::special::Special;
 use super::{Comparison, Profile};
 use crate::case::Case;
-use crate::record::{OperatorRecord, TensorRecord};
+use crate::record::{BatchAxis, InvariantRecord, OperatorRecord, TensorRecord};
 
 /// Name, files, types, axes of an operator.
 pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
@@ -45,6 +45,7 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
         has_backward: tensors.iter().any(|tensor| tensor.part == "gradient"),
         paths: list(paths),
         tensors,
+        invariant: invariant(operator),
     }
 }
 
@@ -54,6 +55,27 @@ fn tensors(operator: &dyn Declaration) -> Vec<TensorRecord> {
     static KNOWN: Mutex<BTreeMap<&str, Vec<TensorRecord>>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
     known.entry(operator.about().name).or_insert_with(|| found(operator)).clone()
+}
+
+/// The axes on which the operator declares batch invariance, and for which cases.
+fn invariant(operator: &dyn Declaration) -> Vec<InvariantRecord> {
+    let cases: Vec<(AnyCase, Kinds)> = sampled(operator)
+        .filter(|case| checked(&**case).is_ok())
+        .map(|case| (case.clone(), kinds(&case.line())))
+        .collect();
+    let kinds: Vec<Kinds> = cases.iter().map(|(_, kinds)| kinds.clone()).collect();
+    let record = |axis: BatchAxis| {
+        let of = |path: bool| -> Vec<bool> {
+            cases.iter().map(|(case, _)| case.invariant(path).contains(&axis)).collect()
+        };
+        let (free, asked) = (of(false), of(true));
+        let always = free.iter().all(|has| *has);
+        let by_path = asked != free;
+        let has = if by_path { asked } else { free };
+        let when = if has.iter().all(|has| *has) { None } else { when(&has, &kinds) };
+        has.contains(&true).then_some(InvariantRecord { axis, always, by_path, when })
+    };
+    BatchAxis::ALL.into_iter().filter_map(record).collect()
 }
 
 fn found(operator: &dyn Declaration) -> Vec<TensorRecord> {
@@ -75,12 +97,17 @@ const DRAWN: usize = 200;
 /// The tensors of many cases, and those fields of each case that can decide whether a tensor is
 /// present.
 fn cases(operator: &dyn Declaration) -> Vec<(Specs, Kinds)> {
+    let cases = sampled(operator);
+    cases.filter_map(|case| Some((checked(&*case).ok()?, kinds(&case.line())))).collect()
+}
+
+/// Typical cases, edge cases and drawn ones.
+fn sampled(operator: &dyn Declaration) -> impl Iterator<Item = AnyCase> {
     let strategy = operator.strategy(Profile::Full);
     let mut runner = TestRunner::deterministic();
-    let drawn = (0..DRAWN).filter_map(|_| Some(strategy.new_tree(&mut runner).ok()?.current()));
-    let cases =
-        operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick)).chain(drawn);
-    cases.filter_map(|case| Some((checked(&*case).ok()?, kinds(&case.line())))).collect()
+    let drawn =
+        (0..DRAWN).filter_map(move |_| Some(strategy.new_tree(&mut runner).ok()?.current()));
+    operator.typical().into_iter().chain(operator.edge_cases(Profile::Quick)).chain(drawn)
 }
 
 /// The value of each field of a case: a word, a boolean, or the kind of its value.

@@ -1,12 +1,14 @@
 //! A case with its tensors: the input of an operator's oracle and kernels.
 
 use std::borrow::Cow;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
 use dsv4_runtime::arena::Violation;
+use dsv4_runtime::recording::RecordingBackend;
 use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, Role, RuntimeError};
 
 use super::any::AnyCase;
@@ -18,7 +20,7 @@ use super::probe::Probe;
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
-    Arithmetic, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase,
+    Arithmetic, Batched, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase,
     RoundingPoints, Sequence, Side,
 };
 use super::{laws, sequence};
@@ -216,9 +218,16 @@ impl Inputs {
         }
     }
 
-    /// The device with the SMs that the case asks for, if it asks and the device can.
-    fn chosen(&self, device: &Device) -> Option<Device> {
-        self.choices.sms.and_then(|sms| device.with_sms(sms))
+    /// The device for its launches: with the SMs that the case asks for, if it asks and the device
+    /// can, and asked for invariant paths, if the case is.
+    pub(super) fn on<'d>(&self, device: &'d Device) -> On<'d> {
+        let with_sms = self.choices.sms.and_then(|sms| device.with_sms(sms));
+        match (with_sms, self.choices.invariant) {
+            (None, false) => On::Given(device),
+            (Some(changed), false) => On::Changed(changed),
+            (None, true) => On::Changed(device.invariant()),
+            (Some(changed), true) => On::Changed(changed.invariant()),
+        }
     }
 
     /// Its tensors on a device, with the workspaces that its launches need.
@@ -354,6 +363,23 @@ fn is_read_back(spec: &TensorSpec) -> bool {
     spec.is_written() && spec.part != Part::Scratch
 }
 
+/// A device as it is given, or one with what a case asks for.
+pub(super) enum On<'d> {
+    Given(&'d Device),
+    Changed(Device),
+}
+
+impl Deref for On<'_> {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        match self {
+            Self::Given(device) => device,
+            Self::Changed(device) => device,
+        }
+    }
+}
+
 /// Bytes of a spec's type that hold the oracle's values.
 fn stored(spec: &TensorSpec, values: &[f64]) -> HostTensor {
     let shape = spec.shape();
@@ -445,8 +471,8 @@ impl PreparedCase for Inputs {
 
     fn kernel(&self, device: &Device, contract: Contract) -> Result<KernelRun, RuntimeError> {
         let specs = self.specs();
-        let chosen = self.chosen(device);
-        self.launched(&specs, &self.placed(chosen.as_ref().unwrap_or(device), contract, &specs)?)
+        let device = self.on(device);
+        self.launched(&specs, &self.placed(&device, contract, &specs)?)
     }
 
     fn stored(
@@ -454,8 +480,8 @@ impl PreparedCase for Inputs {
         device: &Device,
         contract: Contract,
     ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
-        let (specs, chosen) = (self.specs(), self.chosen(device));
-        let placed = self.placed(chosen.as_ref().unwrap_or(device), contract, &specs)?;
+        let (specs, device) = (self.specs(), self.on(device));
+        let placed = self.placed(&device, contract, &specs)?;
         let (_, _, frozen) = self.run_on(&specs, &placed)?;
         self.read_back(&specs, &placed, &frozen)
     }
@@ -493,12 +519,29 @@ impl PreparedCase for Inputs {
         device: &Device,
         contract: Contract,
     ) -> Result<Option<Sequence>, RuntimeError> {
-        let chosen = self.chosen(device);
-        sequence::of(self, chosen.as_ref().unwrap_or(device), contract).map(Some)
+        sequence::of(self, device, contract).map(Some)
     }
 
     fn laws(&self) -> Vec<Law> {
         self.case.laws(self)
+    }
+
+    fn batches(&self) -> Batched {
+        self.case.batches(self)
+    }
+
+    fn launches(&self, environment: &Environment) -> Result<Vec<String>, RuntimeError> {
+        let backend = Arc::new(RecordingBackend::accepting(environment.clone()));
+        let device = Device::of_accepting(backend.clone(), dsv4_kernels::sources());
+        let device = self.on(&device);
+        let specs = self.specs();
+        let placed = self.placed(&device, Contract::NAN, &specs)?;
+        let mut run = Launches::timed(&device);
+        self.case.launch(placed.views(), &mut run)?;
+        if specs.gradients().next().is_some() {
+            self.case.launch_backward(placed.backward_views(), &mut run)?;
+        }
+        Ok(backend.take_accepted().into_iter().map(|launch| launch.kernel).collect())
     }
 
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {

@@ -12,6 +12,7 @@ use super::any::{AnyCase, DeclaredCase, any};
 use super::declaration::{Part, Specs, TensorSpec};
 use super::declared::Operator;
 use super::inputs::{Inputs, Shown};
+use super::lines::Choices;
 use super::tensors::{Bound, Tensors};
 use super::{Law, Relation};
 use crate::case::permutation;
@@ -27,6 +28,10 @@ pub struct Variant<K: Operator> {
 }
 
 impl<K: Operator> Variant<K> {
+    pub(super) fn of(case: K::Case, tensors: Tensors) -> Self {
+        Self { case, tensors, shown: Vec::new(), said: true }
+    }
+
     /// Compares only these elements of the output called `name` (offsets, row-major), in this
     /// shape.
     pub fn show(&mut self, name: &'static str, shape: &[usize], elements: Vec<usize>) {
@@ -40,7 +45,7 @@ impl<K: Operator> Variant<K> {
         self.said = false;
     }
 
-    fn into_any(self) -> AnyVariant {
+    pub(super) fn into_any(self) -> AnyVariant {
         let Self { case, tensors, shown, said } = self;
         AnyVariant { case: any::<K>(case), tensors, shown, said }
     }
@@ -83,7 +88,7 @@ impl<'i, K: Operator> Laws<'i, K> {
 
     fn variant(&self) -> Variant<K> {
         let (case, tensors) = (self.case.clone(), Tensors::clone(self.tensors()));
-        Variant { case, tensors, shown: Vec::new(), said: true }
+        Variant::of(case, tensors)
     }
 
     /// A law of any kind.
@@ -176,11 +181,22 @@ impl<'i, K: Operator> Laws<'i, K> {
 }
 
 /// A variant of a case of any operator.
-struct AnyVariant {
-    case: AnyCase,
-    tensors: Tensors,
+pub(super) struct AnyVariant {
+    pub(super) case: AnyCase,
+    pub(super) tensors: Tensors,
     shown: Vec<Shown>,
     said: bool,
+}
+
+impl AnyVariant {
+    pub(super) fn of(case: AnyCase, tensors: Tensors) -> Self {
+        Self { case, tensors, shown: Vec::new(), said: true }
+    }
+
+    pub(super) fn into_inputs(self, choices: Choices) -> Inputs {
+        let Self { case, tensors, shown, said } = self;
+        Inputs { shown, said, ..Inputs::of(case, choices, tensors) }
+    }
 }
 
 /// The part of [`Laws`] that does not need the case's type.
@@ -198,15 +214,13 @@ impl AnyLaws<'_> {
         if relations.is_empty() {
             return;
         }
-        let AnyVariant { case, tensors, shown, said } = variant;
-        let variant =
-            Inputs { shown, said, ..Inputs::of(case, self.inputs.choices.clone(), tensors) };
-        self.laws.push(Law { name, variant: Box::new(variant), relations, left_out: None });
+        let variant = Box::new(variant.into_inputs(self.inputs.choices.clone()));
+        self.laws.push(Law { name, variant, relations, left_out: None });
     }
 
     /// The case with other tensors.
     fn with(&self, tensors: Tensors) -> AnyVariant {
-        AnyVariant { case: self.inputs.case.clone(), tensors, shown: Vec::new(), said: true }
+        AnyVariant::of(self.inputs.case.clone(), tensors)
     }
 
     fn scale_upstreams(&mut self) {

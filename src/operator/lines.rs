@@ -70,6 +70,8 @@ pub(super) struct Choices {
     pub special: Option<Special>,
     /// SMs of the emulated device, where they are not those of `--sms`.
     pub sms: Option<u32>,
+    /// Whether the launchers are asked for their invariant paths.
+    pub invariant: bool,
 }
 
 /// The field of a case's line that holds layouts.
@@ -86,6 +88,14 @@ const MOST_SMS: u32 = 1024;
 /// default a block takes several.
 pub(super) const SMS_OF_CASES: [u32; 3] = [1, 2, 132];
 
+/// The field that asks the launchers for their invariant paths.
+const INVARIANT: &str = "invariant";
+
+/// Whether asking for invariant paths changes what the operator declares of such a case.
+pub(super) fn has_invariant_path(case: &dyn DeclaredCase) -> bool {
+    case.invariant(true) != case.invariant(false)
+}
+
 /// Converts the rejection of a field to a case's error.
 pub(super) fn field_error(operator: &'static str, refused: Refused) -> CaseError {
     CaseError::Field { operator, field: refused.field, reason: refused.reason }
@@ -101,6 +111,9 @@ pub(super) fn line(case: &dyn DeclaredCase, choices: &Choices) -> Case {
     let mut line = case.line();
     if let Some(special) = &choices.special {
         line.fields.insert(SPECIAL.to_owned(), serde_json::json!(special));
+    }
+    if choices.invariant {
+        line.fields.insert(INVARIANT.to_owned(), true.into());
     }
     if !choices.layouts.is_empty() {
         line.fields.insert(LAYOUTS.to_owned(), serde_json::json!(choices.layouts));
@@ -120,6 +133,7 @@ pub(super) fn read(
     let layouts = line.fields.remove(LAYOUTS);
     let special = line.fields.remove(SPECIAL);
     let sms = line.fields.remove(SMS);
+    let invariant = line.fields.remove(INVARIANT);
     let case = operator.parse(&line)?;
     no_unknown_field(&line, &*case)?;
     let field_error = |refused| field_error(case.name(), refused);
@@ -145,7 +159,15 @@ pub(super) fn read(
     if let Some(sms) = sms.filter(|sms| !(1..=MOST_SMS).contains(sms)) {
         return Err(refused(SMS, format!("{sms} is not in 1..={MOST_SMS}")));
     }
-    Ok((case, Choices { layouts, special, sms }))
+    let invariant = invariant
+        .map(serde_json::from_value)
+        .transpose()
+        .map_err(|e| refused(INVARIANT, e.to_string()))?;
+    let invariant: bool = invariant.unwrap_or_default();
+    if invariant && !has_invariant_path(&*case) {
+        return Err(refused(INVARIANT, "true: such a case has only one path".to_owned()));
+    }
+    Ok((case, Choices { layouts, special, sms, invariant }))
 }
 
 /// Cases that share fields flatten them, and serde cannot reject unknown fields there.

@@ -16,11 +16,12 @@ use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeErro
 use serde::Serialize;
 
 use crate::case::{Case, CaseError};
-use crate::record::Seconds;
+use crate::record::{BatchAxis, Seconds};
 pub use crate::record::{Family, RoundingPoints};
 
 pub mod actual;
 pub mod any;
+pub mod batches;
 pub mod benchmarks;
 pub mod call;
 pub mod declaration;
@@ -420,6 +421,20 @@ pub trait PreparedCase: Sync {
         Vec::new()
     }
 
+    /// The same rows in other batches.
+    fn batches(&self) -> Batched {
+        Batched::default()
+    }
+
+    /// The launches of forward and backward on a device like this one, in words: kernel, grid,
+    /// block and shared memory. Nothing runs.
+    ///
+    /// # Errors
+    /// What the launcher rejects.
+    fn launches(&self, _environment: &Environment) -> Result<Vec<String>, RuntimeError> {
+        Ok(Vec::new())
+    }
+
     /// The oracle as a differentiable function, for the triangulation of its gradients.
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         None
@@ -436,6 +451,55 @@ pub struct Law {
     pub relations: Vec<(&'static str, Relation)>,
     /// Why the law does not apply to this case: a counted skip. `None` where it applies.
     pub left_out: Option<&'static str>,
+}
+
+/// The other batches of a case.
+#[derive(Default)]
+pub struct Batched {
+    /// Those that run.
+    pub runs: Vec<BatchRun>,
+    /// Those that cannot be made of this case, with reasons.
+    pub skips: Vec<(BatchAxis, String)>,
+}
+
+/// Rows of a case in another batch: their bits must be the case's.
+pub struct BatchRun {
+    /// The way in which the batch is another one.
+    pub axis: BatchAxis,
+    /// Whether the operator declares that the case is invariant along it.
+    pub declared: bool,
+    /// Both extents, in words.
+    pub extents: String,
+    /// The other batch.
+    pub variant: Box<dyn PreparedCase>,
+    /// What is equal.
+    pub same: Vec<Same>,
+}
+
+/// Entries of a tensor of a case that equal entries of a tensor of another batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Same {
+    /// The tensor of the case, and that of the batch.
+    pub tensors: [&'static str; 2],
+    /// For each of the two: the axis along which entries are counted, and how many axes from there
+    /// count as one.
+    pub axes: [(usize, usize); 2],
+    /// Pairs of an entry of the case and an entry of the batch.
+    pub entries: Vec<(usize, usize)>,
+}
+
+impl Same {
+    /// These pairs of entries along an axis of a tensor that has one name in both.
+    pub fn along(tensor: &'static str, axis: usize, entries: &[(usize, usize)]) -> Self {
+        let (tensors, axes) = ([tensor; 2], [(axis, 1); 2]);
+        Self { tensors, axes, entries: entries.to_vec() }
+    }
+
+    /// The same where the first `axes` axes of the case's tensor, and of the batch's, count as one.
+    pub fn leading(tensor: &'static str, axes: [usize; 2], entries: &[(usize, usize)]) -> Self {
+        let axes = axes.map(|joined| (0, joined));
+        Self { tensors: [tensor; 2], axes, entries: entries.to_vec() }
+    }
 }
 
 /// What [`Relation::MadeOf`] computes from the variant's tensor: the values of the case's tensor,

@@ -8,6 +8,7 @@ pub use proptest::prelude::*;
 pub use proptest::sample::select;
 pub use serde::{Deserialize, Serialize};
 
+pub use super::batches::{Batches, Cut};
 pub use super::benchmarks::{Benchmark, DRAWN, Direction, on_gpu};
 pub use super::declaration::{Specs, axis, gradient, input, output, scratch, upstream};
 pub use super::declared::{
@@ -16,7 +17,7 @@ pub use super::declared::{
 pub use super::golden::{self, Golden, Reading};
 pub use super::laws::{Laws, Variant};
 pub use super::tensors::{Bound, Tensors};
-pub use super::{ModuleSpecification, Profile, Relation};
+pub use super::{ModuleSpecification, Profile, Relation, Same};
 pub use crate::case::{Distribution, Draw};
 pub use crate::operator::fields::{Aliasing, Data, Float, matrix};
-pub use crate::record::Family;
+pub use crate::record::{BatchAxis, Family};

@@ -71,6 +71,7 @@ pub(super) fn of(
     contract: Contract,
 ) -> Result<Sequence, RuntimeError> {
     let (specs, mut sequence) = (inputs.specs(), Sequence::default());
+    let device = &*inputs.on(device);
     let (mut here, mut elsewhere) = buffers(inputs, &specs, device, contract, &mut sequence)?;
     let other = drawn_anew(inputs, &specs, &here, device).unwrap_or_else(|why| {
         sequence.skip("another draw", why);

@@ -157,6 +157,24 @@ impl Tensors {
     }
 }
 
+/// Makes each token of `requests` requests, of `tokens` tokens each, a request of its own: tensors
+/// with both axes keep their values, and those of the requests are repeated for each token.
+pub fn apart(specs: &Specs, tensors: &mut Tensors, requests: usize, tokens: usize) {
+    for spec in specs.present().filter(|spec| spec.is_given()) {
+        let Some(tensor) = tensors.tensors.get_mut(spec.name) else { continue };
+        if spec.axis("batch") != Some(0) {
+            continue;
+        }
+        let of_tokens = spec.axes.get(1).is_some_and(|axis| ["s_q", "next_n"].contains(&axis.name));
+        if of_tokens {
+            tensor.shape[..2].copy_from_slice(&[requests * tokens, 1]);
+        } else {
+            let order: Vec<usize> = (0..requests * tokens).map(|token| token / tokens).collect();
+            *tensor = permuted_along(tensor, 0, &order);
+        }
+    }
+}
+
 fn drawn(spec: &TensorSpec, seed: u64) -> HostTensor {
     let shape = spec.shape();
     match spec.source {

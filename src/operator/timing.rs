@@ -19,6 +19,7 @@ const CALLS: usize = 11;
 pub(super) fn of(inputs: &Inputs, device: &Device) -> Result<Seconds, RuntimeError> {
     let inputs = at_best(inputs, device.environment());
     let specs = inputs.specs();
+    let device = &*inputs.on(device);
     let placed = inputs.placed(device, Contract::NAN, &specs)?;
     // What is recorded may not compile, and the backward reads what a forward saved.
     inputs.launched(&specs, &placed)?;

@@ -33,6 +33,8 @@ pub enum Check {
     PoisonIndependent,
     /// `sequence`: nothing is left of an earlier call with other data.
     Sequence,
+    /// `batch_invariance`: a row's bits do not depend on the batch that it comes in.
+    BatchInvariance,
     /// `schedule_independent`: nothing depends on the order in which threads run.
     ScheduleIndependent,
     /// `forward`: each element of an output is within its budget.
@@ -58,7 +60,7 @@ pub enum Check {
 }
 
 /// The checks whose names are fixed.
-const NAMED: [(Check, &str); 21] = [
+const NAMED: [(Check, &str); 22] = [
     (Check::Launch, "launch"),
     (Check::Inputs, "inputs"),
     (Check::Oracle, "oracle"),
@@ -70,6 +72,7 @@ const NAMED: [(Check, &str); 21] = [
     (Check::Repeatable, "repeatable"),
     (Check::PoisonIndependent, "poison_independent"),
     (Check::Sequence, "sequence"),
+    (Check::BatchInvariance, "batch_invariance"),
     (Check::ScheduleIndependent, "schedule_independent"),
     (Check::Forward, "forward"),
     (Check::Gradient, "gradient"),

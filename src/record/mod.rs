@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
+pub mod batch;
 pub mod check;
 pub mod family;
 pub mod figures;
@@ -18,6 +19,7 @@ mod standing;
 pub(crate) mod stored;
 pub mod words;
 
+pub use batch::{BatchAxis, BatchRecord, BatchStanding};
 pub use check::Check;
 pub use family::Family;
 pub(crate) use standing::{Standing, within, worse_first};
@@ -209,6 +211,36 @@ pub struct OperatorRecord {
     pub paths: Vec<String>,
     /// Its tensors.
     pub tensors: Vec<TensorRecord>,
+    /// The axes on which it declares batch invariance.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub invariant: Vec<InvariantRecord>,
+}
+
+/// An axis on which an operator declares batch invariance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InvariantRecord {
+    /// The axis.
+    pub axis: BatchAxis,
+    /// Whether every case is invariant along it, whatever path it takes.
+    pub always: bool,
+    /// Whether it takes the invariant path (`"invariant": true`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub by_path: bool,
+    /// Which cases are, where not all are: a field and its values, or the fields that decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub when: Option<String>,
+}
+
+impl InvariantRecord {
+    /// The axis, and the cases if not all.
+    pub fn words(&self) -> String {
+        let path = if self.by_path { " by its invariant path" } else { "" };
+        match &self.when {
+            Some(when) => format!("{}{path} ({when})", self.axis),
+            None if self.always || self.by_path => format!("{}{path}", self.axis),
+            None => format!("{} in some cases", self.axis),
+        }
+    }
 }
 
 /// A tensor of an operator, as its cases have it.
@@ -270,6 +302,9 @@ pub struct CaseRecord {
     /// Checks that could not be made of this case, if any: only for external kernels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skips: Vec<Skip>,
+    /// What other batches with the same rows showed, axis by axis.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub batches: Vec<BatchRecord>,
     /// Position in the plan of the whole run, over all operators and shards. A shrunk case has that
     /// of the case it came from. Absent where no plan existed: replays, golden files.
     #[serde(default, skip_serializing_if = "Option::is_none")]

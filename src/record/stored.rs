@@ -28,8 +28,8 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::{
-    CaseRecord, Check, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen, Skip, Verdict,
-    Worst, number,
+    BatchRecord, CaseRecord, Check, CheckRecord, HeatMap, Metrics, Origin, Power, Seconds, Seen,
+    Skip, Verdict, Worst, number,
 };
 use crate::case::Case;
 
@@ -98,6 +98,8 @@ struct StoredCase {
     replay: u32,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     skips: Vec<Skip>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    batches: Vec<BatchRecord>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     plan_number: Option<u64>,
 }
@@ -221,6 +223,7 @@ impl Tables {
             unsupported: record.unsupported.clone(),
             replay: self.commands.place(without_case(&record.replay, &record.case)),
             skips: record.skips.clone(),
+            batches: record.batches.clone(),
             plan_number: record.plan_number,
         }
     }
@@ -300,6 +303,7 @@ impl Stored {
             our_seconds: stored.our_seconds,
             unsupported: stored.unsupported,
             skips: stored.skips,
+            batches: stored.batches,
             plan_number: stored.plan_number,
             untestable: None,
         })

@@ -12,7 +12,7 @@ use super::elements::{Anchors, command, page_head, page_script, scroller};
 use super::numbers::{bytes, count, counted, duration, significant, utc};
 use super::skips::by_reason;
 use super::summary::{Counts, operators, origins};
-use super::{diagnosis, diff, failures, families, mutants, picture, specification};
+use super::{batches, diagnosis, diff, failures, families, mutants, picture, specification};
 use crate::record::Standing;
 
 /// The whole page.
@@ -36,6 +36,7 @@ pub(super) fn page(report: &Report) -> Markup {
                     (provenance(report))
                     (contents(report, &counts))
                     (families::folds(&groups, &gathered, &anchors))
+                    (batches::section(report))
                     (mutants::section(report))
                     (skips(report))
                     (environment(report))
@@ -172,6 +173,7 @@ fn contents(report: &Report, counts: &Counts) -> Markup {
             @if counts.failing_cases > 0 { a href="#failures" { "Failures" } }
             a href="#families" { "Families" }
             a href="#operators" { "Operators and checks" }
+            @if report.cases.iter().any(|case| !case.batches.is_empty()) { a href="#batches" { "Batch invariance" } }
             @if !report.mutants.is_empty() { a href="#mutants" { "Mutants" } }
             a href="#skips" { "Skips" }
             a href="#environment" { "Environment" }

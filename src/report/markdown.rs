@@ -6,7 +6,6 @@ use crate::mutants::matrix::tally::Tally;
 use crate::record::words::printable;
 use crate::record::{ChangeRecord, MutantSource, Report};
 
-use super::diagnosis;
 use super::elements::hash;
 use super::families::{self, Gathered};
 use super::html::coverage;
@@ -18,6 +17,7 @@ use super::summary::{
     Cell, Counts, TensorSummary, failing, findings, gigabytes_per_second, message, operators,
     survived, teraflops,
 };
+use super::{batches, diagnosis};
 use super::{power, times};
 use crate::record::{Standing, worse_first};
 
@@ -45,6 +45,7 @@ pub(super) fn page(report: &Report) -> String {
     page += &failures(report);
     page += &families(report, &gathered);
     page += &matrix(&gathered);
+    page += &batches::summary(report);
     page += &tightest(report);
     page += &times::markdown(report);
     page += &benchmarks(report);

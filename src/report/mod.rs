@@ -23,6 +23,7 @@
 //! | `specification` | the page's citations, and the sections that they cite |
 //! | `times` | times of an external kernel, next to ours |
 //! | `markdown` | `summary.md` |
+//! | `batches` | batch invariance: operators by axis |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `beside` | times of our kernels and of public ones, next to each other |
 //! | `ci` | JUnit XML, and annotations of GitHub |
@@ -37,6 +38,7 @@ use std::path::Path;
 use crate::record::journal::{self, refuse_foreign};
 use crate::record::{CaseRecord, Report, words};
 
+mod batches;
 pub mod benchmarks;
 pub mod beside;
 pub mod blame;

@@ -195,6 +195,7 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
         has_backward,
         paths: ["forward_block", "forward_warp", "backward"].map(|path| format!("{name}_{path}")).to_vec(),
         tensors: Vec::new(),
+        invariant: Vec::new(),
     }
 }
 
@@ -243,6 +244,7 @@ fn case(number: usize, dice: &mut Dice) -> CaseRecord {
         untestable: None,
         seconds: None,
         our_seconds: None,
+        batches: Vec::new(),
         unsupported: None,
     }
 }

@@ -13,7 +13,7 @@ use super::numbers::{counted, significant};
 
 /// The checks that a full run holds, in the order of the matrix's columns; after them the laws,
 /// which share one.
-static CHECKS: [Check; 16] = [
+static CHECKS: [Check; 17] = [
     Check::Launch,
     Check::Forward,
     Check::Gradient,
@@ -29,6 +29,7 @@ static CHECKS: [Check; 16] = [
     Check::PoisonIndependent,
     Check::Sequence,
     Check::ScheduleIndependent,
+    Check::BatchInvariance,
     Check::Independence,
 ];
 
@@ -353,6 +354,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
                 has_backward: false,
                 paths: Vec::new(),
                 tensors: Vec::new(),
+                invariant: Vec::new(),
             });
         }
     }

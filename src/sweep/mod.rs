@@ -425,6 +425,7 @@ impl Ran {
         let cheap = runner.environment().backend != BackendKind::Emulator;
         let checks = CheckOptions {
             sequence: checks.sequence && (cheap || number.is_multiple_of(3)),
+            batches: checks.batches && (cheap || number % 3 == 1),
             ..checks
         };
         let record = run_case(case, origin, runner, checks);
@@ -564,6 +565,7 @@ impl<'a> Shrinking<'a> {
         let asked = CheckOptions {
             power: false,
             sequence: checks.sequence && failing.check == Check::Sequence,
+            batches: checks.batches && failing.check == Check::BatchInvariance,
             triangulate: checks.triangulate && failing.check == Check::OracleGradients,
             ..checks
         };
@@ -702,6 +704,7 @@ fn record(
         oracle_seconds: three_digits(outcome.oracle_seconds),
         replay: runner.replay_command(case, options.schedules),
         skips: outcome.skips.into_iter().chain(skip).collect(),
+        batches: outcome.batches,
         plan_number: None,
         untestable: outcome.untestable,
         seconds: theirs,

@@ -326,6 +326,7 @@ mod tests {
             oracle_seconds: 0.0,
             replay: String::new(),
             skips: Vec::new(),
+            batches: vec![],
             plan_number: None,
             untestable: None,
             seconds: None,

@@ -273,6 +273,7 @@ impl SweepRequest {
             ),
             None => "none".to_owned(),
         };
+        let only = options.checks.only_batches;
         let settings = [
             ("--ops", self.names.clone()),
             ("--profile", options.profile.name().to_owned()),
@@ -280,6 +281,7 @@ impl SweepRequest {
             ("--edge-cases", number(self.edge_cases, "all")),
             ("--seed", options.seed.to_string()),
             ("--schedules", options.checks.schedules.to_string()),
+            ("--only", if only { "batch_invariance" } else { "all checks" }.to_owned()),
             ("--costs", costs),
             ("--memory", size::limit().to_string()),
             ("--regressions", digest(&serde_json::to_vec(remembered)?)),

@@ -151,6 +151,7 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
         unsupported: None,
         replay: String::new(),
         skips: Vec::new(),
+        batches: vec![],
         plan_number: None,
         untestable: outcome.untestable,
     }

@@ -13,7 +13,8 @@
 // slots, the window first. The tiles of all units are split into equal stretches, one a block. A
 // unit within one stretch is finished there. Another leaves a part in each of its blocks
 // (normalized, fp32, base-2 lse, no sink). decode_attention_combine merges parts in list order,
-// with the sink: results depend only on the number of blocks.
+// with the sink: results depend only on the number of blocks. With a block for each tile (num_blocks
+// beyond the tiles of any batch) every list is cut alike, and no bit depends on the batch.
 // Floor, a token, H heads, J slots of 512 channels: 4*H*J*512 FLOP; J * 584 bytes (bf16: J * 1024)
 // gathered for each block of heads. Limit: at large batch mma.sync and shared-memory wavefronts,
 // at batch 1 latency.

@@ -15,6 +15,9 @@
 // With few tiles k is split, and linear_sum adds the partial sums in order: the same bits each
 // time. The scalar kernels take any stride and shape.
 // One token: linear_forward_one, a warp or `splits` warps for each row of w, in plain fp32.
+// Batch invariance (Device::invariant): the parts of k follow from columns and depth, for any
+// number of rows. Within a part mma.sync adds k in steps of 16, in every tile; linear_sum, or
+// *_folded in registers, adds the parts in order. linear_forward_one does not run.
 //
 // Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s, 67 us
 // for [65536, 4096]. Limit: of large tiles mma.sync, about two thirds of wgmma's rate; of small
@@ -98,11 +101,14 @@ DEVICE void load_operand(SharedAddress tile, const Operand& operand, int64_t fir
     }
 }
 
-template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED, bool WIDE>
+// FOLDED: a block takes all parts of k, whose sums it adds in order.
+template <typename S, bool A_TRANSPOSED, bool B_TRANSPOSED, bool WIDE, bool FOLDED = false>
 DEVICE void linear(const LinearParams& all) {
     const uint32_t group_blocks = gridDim.x / static_cast<uint32_t>(all.num_groups);
     const LinearParams params = of_group(all, blockIdx.x / group_blocks);
-    const Result result = result_of(params);
+    Result result = result_of(params);
+    const int32_t parts = result.splits;
+    if constexpr (FOLDED) result.splits = 1;
     const Part part = part_of<S>(result, blockIdx.x % group_blocks);
     const Operand a{params.a, params.a_stride, params.rows, params.depth};
     const Operand b{params.b, params.b_stride, params.columns, params.depth};
@@ -118,16 +124,23 @@ DEVICE void linear(const LinearParams& all) {
     for (int i = 0; i < S::STAGES - 1; ++i) load(part.begin + i);
     // A warp without a row of the result has nothing to multiply.
     const bool has_rows = part.row + warp_row<S>() < params.rows;
-    Sums<S> sums = {};
+    Sums<S> sums = {}, total = {};
+    int32_t folded = 0;
     for (int64_t stage = part.begin; stage < part.end; ++stage) {
         copy_wait<S::STAGES - 2>();
         // After this barrier all threads see this stage, and no thread reads the previous one.
         __syncthreads();
         load(stage + S::STAGES - 1);
         if (has_rows) multiply_stage<S, A_TRANSPOSED, B_TRANSPOSED>(sums, place(stage));
+        if constexpr (FOLDED) {
+            if (stage + 1 == part.end * (folded + 1) / parts) {
+                fold<S>(total, sums);
+                ++folded;
+            }
+        }
     }
     __syncthreads();
-    store_sums<S>(result, part, sums);
+    store_sums<S>(result, part, FOLDED ? total : sums);
 }
 
 KERNEL(linear_forward_large, LinearParams, Large::THREADS) { linear<Large, false, false, true>(params); }
@@ -136,8 +149,12 @@ KERNEL(linear_forward_small, LinearParams, Small::THREADS) { linear<Small, false
 SHARED_MEMORY(linear_forward_small, Small::BYTES)
 KERNEL(linear_forward_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, false, false, false>(params); }
 SHARED_MEMORY(linear_forward_scalar, Scalar::BYTES)
+KERNEL(linear_forward_large_folded, LinearParams, Large::THREADS) { linear<Large, false, false, true, true>(params); }
+SHARED_MEMORY(linear_forward_large_folded, Large::BYTES)
 KERNEL(linear_dx_large, LinearParams, Large::THREADS) { linear<Large, false, true, true>(params); }
 SHARED_MEMORY(linear_dx_large, Large::BYTES)
+KERNEL(linear_dx_large_folded, LinearParams, Large::THREADS) { linear<Large, false, true, true, true>(params); }
+SHARED_MEMORY(linear_dx_large_folded, Large::BYTES)
 KERNEL(linear_dx_small, LinearParams, Small::THREADS) { linear<Small, false, true, true>(params); }
 SHARED_MEMORY(linear_dx_small, Small::BYTES)
 KERNEL(linear_dx_scalar, LinearParams, Scalar::THREADS) { linear<Scalar, false, true, false>(params); }

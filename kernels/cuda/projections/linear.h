@@ -8,7 +8,8 @@
 // mma.sync reads them there (mma.h).
 //
 // A block takes one tile of the result and one of `splits` parts of k. With several parts each
-// writes its sums to `partials`, and another launch adds these in order with finish_chunk.
+// writes its sums to `partials`, and another launch adds these in order with finish_chunk. A block
+// that folds takes all parts, and adds their sums in the same order: the same bits.
 #pragma once
 
 #include "elements.h"
@@ -77,6 +78,23 @@ DEVICE Part part_of(const Result& result, int64_t block) {
 
 template <typename S>
 using Sums = float[S::M16][S::N8][4];
+
+// Adds the sums of a part of k to those of the parts before it, as add_partials does, and starts
+// the next part.
+template <typename S>
+DEVICE void fold(Sums<S>& total, Sums<S>& sums) {
+    UNROLL
+    for (int m = 0; m < S::M16; ++m) {
+        UNROLL
+        for (int n = 0; n < S::N8; ++n) {
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                total[m][n][i] += sums[m][n][i];
+                sums[m][n][i] = 0.0f;
+            }
+        }
+    }
+}
 
 // Fragments of 16 rows of A, for 16 elements of k from `k` on. A row of the tile is a row of A or,
 // TRANSPOSED, one k.

@@ -13,6 +13,7 @@
 // in fp32.
 //
 // Work is divided as in linear.cu: tiles of the result, splits of k, linear_quantized_sum.
+// Batch invariance (Device::invariant): at most four splits, from columns and depth, of every tile.
 // quantized_tiles.h converts codes to bf16 and applies scales. linear_hopper.cu is faster for FP8
 // and MXFP4 on sm_90a. Launch: as linear.cu.
 // Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s: FP8

@@ -70,9 +70,10 @@ pub struct Device {
     backend: Arc<dyn Backend>,
     tree: Arc<SourceTree>,
     modules: Modules,
-    exchange: Exchange,
+    exchange: Arc<Exchange>,
     /// The environment that launchers see, where it is not the backend's own.
     environment: Option<Environment>,
+    invariant: bool,
 }
 
 impl Device {
@@ -109,17 +110,18 @@ impl Device {
             backend,
             tree: Arc::new(tree),
             modules: Modules::default(),
-            exchange: Exchange::None,
+            exchange: Arc::new(Exchange::None),
             environment: None,
+            invariant: false,
         }
     }
 
     /// A device that launches nothing and records what is uploaded ([`super::recording`]).
     pub fn recording(environment: Environment, tree: SourceTree) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
-        let exchange = Exchange::Record(Mutex::default());
+        let exchange = Arc::new(Exchange::Record(Mutex::default()));
         let (tree, modules) = (Arc::new(tree), Modules::default());
-        Self { backend, tree, modules, exchange, environment: None }
+        Self { backend, tree, modules, exchange, environment: None, invariant: false }
     }
 
     /// A device that claims to be `environment`, accepts launches and runs none: outputs keep the
@@ -147,7 +149,7 @@ impl Device {
     /// The uploads since the last call, by name (`_` for spaces); empty for a device that does not
     /// record.
     pub fn take_recorded(&self) -> NamedTensors {
-        match &self.exchange {
+        match &*self.exchange {
             Exchange::Record(recorded) => {
                 std::mem::take(&mut recorded.lock().unwrap_or_else(|e| e.into_inner()))
             }
@@ -158,14 +160,7 @@ impl Device {
     /// The same device, on which every uploaded tensor is replaced by the tensor of the same name
     /// in `inputs`.
     pub fn with_inputs(&self, inputs: BTreeMap<String, HostTensor>) -> Self {
-        let exchange = Exchange::Replace(inputs);
-        Self {
-            backend: self.backend.clone(),
-            tree: self.tree.clone(),
-            modules: self.modules.clone(),
-            exchange,
-            environment: self.environment.clone(),
-        }
+        Self { exchange: Arc::new(Exchange::Replace(inputs)), ..self.again() }
     }
 
     /// The same emulated device with that many SMs, by which launchers size their grids. `None`
@@ -176,22 +171,35 @@ impl Device {
             return None;
         }
         let environment = Environment { processors: sms.max(1), ..environment.clone() };
-        let exchange = match &self.exchange {
-            Exchange::Replace(inputs) => Exchange::Replace(inputs.clone()),
-            Exchange::None | Exchange::Record(_) => Exchange::None,
-        };
-        Some(Self {
+        Some(Self { environment: Some(environment), ..self.again() })
+    }
+
+    /// The same device, on which launchers choose kernels whose bits do not depend on the batch:
+    /// work is divided by what a row itself has, never by the number of rows or SMs.
+    pub fn invariant(&self) -> Self {
+        Self { invariant: true, ..self.again() }
+    }
+
+    /// Whether launchers choose kernels whose bits do not depend on the batch.
+    pub fn is_invariant(&self) -> bool {
+        self.invariant
+    }
+
+    /// The same device: its modules, and what it records or replaces.
+    fn again(&self) -> Self {
+        Self {
             backend: self.backend.clone(),
             tree: self.tree.clone(),
             modules: self.modules.clone(),
-            exchange,
-            environment: Some(environment),
-        })
+            exchange: self.exchange.clone(),
+            environment: self.environment.clone(),
+            invariant: self.invariant,
+        }
     }
 
     /// The replacement for the upload called `name`, from [`Self::with_inputs`].
     pub fn replacement(&self, name: &str) -> Option<&HostTensor> {
-        match &self.exchange {
+        match &*self.exchange {
             Exchange::Replace(inputs) => inputs.get(&name.replace(' ', "_")),
             _ => None,
         }
@@ -205,14 +213,15 @@ impl Device {
             backend: self.backend.clone(),
             tree,
             modules: Modules::default(),
-            exchange: Exchange::None,
+            exchange: Arc::new(Exchange::None),
             environment: self.environment.clone(),
+            invariant: self.invariant,
         }
     }
 
     /// Whether this device only records uploads and launches nothing.
     pub(super) fn records(&self) -> bool {
-        matches!(self.exchange, Exchange::Record(_))
+        matches!(*self.exchange, Exchange::Record(_))
     }
 
     /// The tensor to upload under `name`, instead of or equal to `tensor`.
@@ -222,7 +231,7 @@ impl Device {
         tensor: &'t HostTensor,
     ) -> Result<Cow<'t, HostTensor>> {
         let name = name.replace(' ', "_");
-        match &self.exchange {
+        match &*self.exchange {
             Exchange::None => Ok(Cow::Borrowed(tensor)),
             Exchange::Record(recorded) => {
                 let mut recorded = recorded.lock().unwrap_or_else(|e| e.into_inner());

@@ -36,6 +36,10 @@ const STEP_OF_ONE: usize = 512;
 /// Lower bound on its blocks for each SM, if rows are long enough to be shared: fewer blocks have
 /// too few loads in flight.
 const BLOCKS_OF_ONE: usize = 3;
+/// SMs of the GPU for which the parts of k of an invariant path are chosen.
+const NOMINAL_PROCESSORS: usize = 132;
+/// Most parts of k of an invariant path with quantized operands.
+const MOST_QUANTIZED_PARTS: usize = 4;
 /// Values of k of a stage, and the least stages of a part of k; `DEPTH` in the kernel source.
 const DEPTH: usize = 64;
 const FEWEST_STAGES: usize = 4;
@@ -209,29 +213,49 @@ struct Tiles {
     names: [&'static str; 3],
     per_processor: usize,
     extents: [usize; 2],
+    /// Those whose blocks add all parts of k in order, if there are such.
+    folded: Option<[&'static str; 3]>,
 }
 
 const LARGE: Tiles = Tiles {
     names: ["linear_forward_large", "linear_dx_large", "linear_dw_large"],
     per_processor: 1,
     extents: [128, 128],
+    folded: Some(["linear_forward_large_folded", "linear_dx_large_folded", "linear_dw_large"]),
 };
 /// For up to [`FEW_ROWS`] rows. dw has no such tile: its rows are features.
 const SMALL: Tiles = Tiles {
     names: ["linear_forward_small", "linear_dx_small", "linear_dw_large"],
     per_processor: 3,
     extents: [FEW_ROWS, 64],
+    folded: None,
 };
 const SCALAR: Tiles = Tiles {
     names: ["linear_forward_scalar", "linear_dx_scalar", "linear_dw_scalar"],
     per_processor: 4,
     extents: [64, 64],
+    folded: None,
 };
 
 const QUANTIZED: [Tiles; 3] = [
-    Tiles { names: ["linear_quantized_large"; 3], per_processor: 1, extents: [128, 128] },
-    Tiles { names: ["linear_quantized_small"; 3], per_processor: 4, extents: [FEW_ROWS, 64] },
-    Tiles { names: ["linear_quantized_scalar"; 3], per_processor: 4, extents: [64, 64] },
+    Tiles {
+        names: ["linear_quantized_large"; 3],
+        per_processor: 1,
+        extents: [128, 128],
+        folded: None,
+    },
+    Tiles {
+        names: ["linear_quantized_small"; 3],
+        per_processor: 4,
+        extents: [FEW_ROWS, 64],
+        folded: None,
+    },
+    Tiles {
+        names: ["linear_quantized_scalar"; 3],
+        per_processor: 4,
+        extents: [64, 64],
+        folded: None,
+    },
 ];
 /// Features of a tile of the Hopper kernel for few tokens, and the values of k of a stage of either
 /// Hopper kernel.
@@ -296,6 +320,29 @@ impl Extents {
         [count, (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))]
     }
 
+    /// Parts of k that depend on nothing but the result's columns and its depth: those of one tile
+    /// of few rows on a nominal GPU.
+    fn invariant_parts(self, tiles: &Tiles) -> usize {
+        let count = self.columns.div_ceil(tiles.extents[1]).saturating_mul(self.groups);
+        let held = tiles.per_processor * NOMINAL_PROCESSORS;
+        (held / count.max(1)).clamp(1, self.depth.div_ceil(DEPTH * FEWEST_STAGES).max(1))
+    }
+
+    /// As [`Self::invariant_parts`], of quantized operands, whose blocks take one part of k each:
+    /// few, because every part of a long prefill leaves its sums in memory.
+    fn quantized_parts(self) -> usize {
+        let [_, small, _] = &QUANTIZED;
+        let stages = self.depth.div_ceil(FEATURE_TILE * FEWEST_STAGES).max(1);
+        self.invariant_parts(small).min(MOST_QUANTIZED_PARTS).min(stages)
+    }
+
+    /// Whether blocks of an invariant path add all parts of k: their tiles fill the device.
+    fn folds(self, device: &Device, tiles: &Tiles) -> bool {
+        let parts = self.invariant_parts(&SMALL);
+        let [count, _] = self.grid(device, tiles);
+        parts > 1 && tiles.folded.is_some() && count >= device.environment().processors as usize
+    }
+
     /// The same for the Hopper kernels, whose blocks process several tiles. The parts of k nearly
     /// fill the last round of the SMs, where storing their sums costs less than the idle SMs.
     /// `tokens`, `features`: of a tile.
@@ -345,10 +392,14 @@ impl Extents {
 
     /// The most for any tiles, so that the result does not depend on alignment.
     fn workspace_bytes(self, device: &Device, product: Product) -> usize {
-        let of = |tiles: &Tiles| self.partial_bytes(self.grid(device, tiles)[1]);
+        let of = |tiles: &Tiles| match device.is_invariant() && product != Product::Dw {
+            true if self.folds(device, tiles) => 0,
+            true => self.partial_bytes(self.invariant_parts(&SMALL)),
+            false => self.partial_bytes(self.grid(device, tiles)[1]),
+        };
         // One token leaves none.
-        let vectorised =
-            if product.reads_whole_rows(self) { 0 } else { of(product.tiles(self, true)) };
+        let one = product.reads_whole_rows(self) && !device.is_invariant();
+        let vectorised = if one { 0 } else { of(product.tiles(self, true)) };
         vectorised.max(of(product.tiles(self, false)))
     }
 }
@@ -431,8 +482,9 @@ impl Call<'_> {
         };
         let ([a, b, out], dtype) = (operands.map(matrix), self.views[operands[2]].dtype);
         let (Some(a), Some(b), Some(out)) = (a, b, out) else { return Ok(false) };
-        // With few rows, the bytes of w determine the floor, and our kernels are near it.
-        if out.extents[0] <= FEW_ROWS {
+        // With few rows, the bytes of w determine the floor, and our kernels are near it. A library
+        // chooses its kernels by the number of rows.
+        if out.extents[0] <= FEW_ROWS || self.device.is_invariant() {
             return Ok(false);
         }
         let before = match self.views.get(before) {
@@ -489,32 +541,78 @@ impl Call<'_> {
         let groups = self.num_groups.unwrap_or(1);
         let extents = product.extents(num_tokens, out_features, in_features).of_groups(groups);
         let vectorised = self.signature.vectorised_rows(&[a, b]);
-        let one = vectorised && product.reads_whole_rows(extents);
+        let invariant = self.device.is_invariant() && product != Product::Dw;
+        let one = vectorised && product.reads_whole_rows(extents) && !invariant;
         let tiles = product.tiles(extents, vectorised);
-        let (name, blocks, splits) = if one {
+        let (name, blocks, splits) = if invariant {
+            return self.launch_invariant(product, [a, b, out], before, extents, tiles);
+        } else if one {
             let [warps, blocks] = extents.warps_of_row(self.device);
             (ONE, blocks, warps)
         } else {
             let [count, splits] = extents.grid(self.device, tiles);
             (tiles.names[product as usize], count.saturating_mul(splits), splits)
         };
-        let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
-        let params = extents
-            .params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
-        let params = how_stored(params, splits, &self.views[out], self.views.get(before))?
-            .i32("num_groups", groups)?;
+        let params = self.params([a, b, out], before, extents, splits)?;
         self.device.kernel(FILE, &[], name)?.launch_blocks(a, blocks, &params)?;
         if one || splits == 1 {
             return Ok(vec![name]);
         }
-        let chunks =
-            extents.rows.saturating_mul(extents.columns.div_ceil(CHUNK)).saturating_mul(groups);
-        self.device.kernel(FILE, &[], "linear_sum")?.launch_blocks(
-            a,
-            chunks.div_ceil(SUM_THREADS),
-            &params,
-        )?;
+        self.launch_sum(a, extents, &params)?;
         Ok(vec![name, "linear_sum"])
+    }
+
+    /// As [`Self::launch`], with parts of k that do not depend on the rows. Blocks that add all
+    /// parts run where there are enough tiles for the device; otherwise each part has blocks.
+    fn launch_invariant(
+        &self,
+        product: Product,
+        [a, b, out]: [&'static str; 3],
+        before: &'static str,
+        extents: Extents,
+        tiles: &Tiles,
+    ) -> Result<Vec<&'static str>> {
+        let parts = extents.invariant_parts(&SMALL);
+        let [count, _] = extents.grid(self.device, tiles);
+        let params = self.params([a, b, out], before, extents, parts)?;
+        if let Some(folded) = tiles.folded.filter(|_| extents.folds(self.device, tiles)) {
+            let name = folded[product as usize];
+            self.device.kernel(FILE, &[], name)?.launch_blocks(a, count, &params)?;
+            return Ok(vec![name]);
+        }
+        let name = tiles.names[product as usize];
+        let blocks = count.saturating_mul(parts);
+        self.device.kernel(FILE, &[], name)?.launch_blocks(a, blocks, &params)?;
+        if parts == 1 {
+            return Ok(vec![name]);
+        }
+        self.launch_sum(a, extents, &params)?;
+        Ok(vec![name, "linear_sum"])
+    }
+
+    /// The parameters of a GEMM and of the sum of its parts.
+    fn params(
+        &self,
+        [a, b, out]: [&'static str; 3],
+        before: &'static str,
+        extents: Extents,
+        splits: usize,
+    ) -> Result<Params> {
+        let params = self.rows(self.rows(CHECK.params(), "a", a), "b", b);
+        let params = extents
+            .params(self.rows(self.rows(params, "before", before), "out", out), self.views)?;
+        how_stored(params, splits, &self.views[out], self.views.get(before))?
+            .i32("num_groups", extents.groups)
+    }
+
+    /// Adds the parts of k in order.
+    fn launch_sum(&self, a: &'static str, extents: Extents, params: &Params) -> Result<()> {
+        let chunks = extents
+            .rows
+            .saturating_mul(extents.columns.div_ceil(CHUNK))
+            .saturating_mul(extents.groups);
+        let kernel = self.device.kernel(FILE, &[], "linear_sum")?;
+        kernel.launch_blocks(a, chunks.div_ceil(SUM_THREADS), params)
     }
 }
 
@@ -887,6 +985,9 @@ pub fn quantized_workspace_bytes(
     in_features: usize,
 ) -> usize {
     let extents = Product::Forward.extents(num_tokens, out_features, in_features);
+    if device.is_invariant() {
+        return extents.partial_bytes(extents.quantized_parts());
+    }
     let portable = [true, false]
         .map(|vectorised| extents.grid(device, quantized_tiles(num_tokens, vectorised))[1]);
     let few = [Weights::Fp8, Weights::Mxfp4]
@@ -940,6 +1041,7 @@ pub fn forward_quantized(
         (true, None) => extents.hopper_grid(device, [tokens, FEATURE_TILE]),
         (false, _) => extents.grid(device, tiles),
     };
+    let splits = if device.is_invariant() { extents.quantized_parts() } else { splits };
     let params = with_maps(quantized_params(views, &quantized, extents, splits)?, maps);
     let defines = quantized_defines(quantized.weights, quantized.group);
     let units = count.saturating_mul(splits);

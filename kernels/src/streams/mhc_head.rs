@@ -202,7 +202,7 @@ pub fn forward(
     let aligned = signature.vectorised_rows(&["streams"]) && views["fn"].address.is_multiple_of(16);
     let [blocks, splits] = projection_blocks(device, num_tokens, hidden_size, aligned);
     let project = match aligned {
-        true if has_few_projected_tokens(num_tokens) => "mhc_head_project_few",
+        true if has_few_projected_tokens(device, num_tokens) => "mhc_head_project_few",
         true => "mhc_head_project",
         false => "mhc_head_project_scalar",
     };

@@ -138,15 +138,26 @@ fn bind(
     bind_streams(CHECK, views, tensors, sizes)
 }
 
-/// Whether a single block of the projection has all tokens, if 16-byte accesses fit their rows.
-pub(crate) fn has_few_projected_tokens(num_tokens: usize) -> bool {
-    (1..=FEW_PROJECTED_TOKENS).contains(&num_tokens)
+/// Most parts of the channels of an invariant path. A token's partial sums are then an eighth of
+/// its streams.
+const INVARIANT_PARTS: usize = 32;
+
+/// The same of the projection for Hopper, whose blocks have more channels in flight.
+const INVARIANT_HOPPER_PARTS: usize = 8;
+
+/// Whether a single block of the projection has all tokens, if 16-byte accesses fit their rows. An
+/// invariant path has one projection for any number of tokens.
+pub(crate) fn has_few_projected_tokens(device: &Device, num_tokens: usize) -> bool {
+    (1..=FEW_PROJECTED_TOKENS).contains(&num_tokens) && !device.is_invariant()
 }
 
 /// Blocks of tokens and parts of the channels of the projection with MMA.
 fn projection(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let (tiles, wanted) =
         (num_tokens.div_ceil(BLOCK_TOKENS), 2 * device.environment().processors as usize);
+    if device.is_invariant() {
+        return [tiles, hidden_size.div_ceil(STEP).clamp(1, INVARIANT_PARTS)];
+    }
     [tiles, (wanted / tiles.max(1)).clamp(1, hidden_size.div_ceil(STEP).max(1))]
 }
 
@@ -157,7 +168,7 @@ pub(crate) fn has_a_step_of_each_stream(
     hidden_size: usize,
 ) -> bool {
     let [_, splits] = projection(device, num_tokens, hidden_size);
-    num_tokens > 0 && splits == hidden_size.div_ceil(STEP)
+    num_tokens > 0 && splits == hidden_size.div_ceil(STEP) && !device.is_invariant()
 }
 
 /// Blocks of the projection, and parts of the channels.
@@ -167,7 +178,7 @@ pub(crate) fn projection_blocks(
     hidden_size: usize,
     wide: bool,
 ) -> [usize; 2] {
-    if wide && has_few_projected_tokens(num_tokens) {
+    if wide && has_few_projected_tokens(device, num_tokens) {
         return [hidden_size.div_ceil(FEW_CHANNELS); 2];
     }
     let [tiles, splits] = projection(device, num_tokens, hidden_size);
@@ -195,6 +206,8 @@ fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -
 fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let [tiles, splits] =
         hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
+    let parts = hidden_size.div_ceil(STEP).clamp(1, INVARIANT_HOPPER_PARTS);
+    let splits = if device.is_invariant() { parts } else { splits };
     [tiles.saturating_mul(splits), splits]
 }
 
@@ -218,7 +231,9 @@ pub(crate) fn runs_hopper(
     num_tokens: usize,
     misfit: Option<String>,
 ) -> Result<bool> {
-    let few = implementation == Implementation::Auto && num_tokens <= FEW_TOKENS;
+    let few = implementation == Implementation::Auto
+        && num_tokens <= FEW_TOKENS
+        && !device.is_invariant();
     let implementation = if few { Implementation::Portable } else { implementation };
     // Without tokens nothing is launched.
     implementation.runs_hopper(
@@ -289,7 +304,9 @@ impl<'a> Projection<'a> {
     pub fn launch(&self) -> Result<Projected> {
         let Self { device, views, num_tokens, hidden_size, .. } = *self;
         let sizes = |params, splits| size_params(params, [num_tokens, hidden_size], splits);
-        let projected = |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size };
+        let invariant = device.is_invariant();
+        let projected =
+            |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size, invariant };
         if let Some(map) = &self.map {
             let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
             let params =
@@ -304,7 +321,7 @@ impl<'a> Projection<'a> {
         // One block of tokens, as the other kernel has for so few: its blocks are the parts of the
         // channels as well.
         let name = match self.aligned {
-            true if has_few_projected_tokens(num_tokens) => "mhc_mix_project_few",
+            true if has_few_projected_tokens(device, num_tokens) => "mhc_mix_project_few",
             true if has_a_step_of_each_stream(device, num_tokens, hidden_size) => {
                 "mhc_mix_project_at_once"
             }
@@ -358,13 +375,15 @@ pub(crate) struct Projected {
     pub splits: usize,
     num_tokens: usize,
     hidden_size: usize,
+    /// Whether parts are added in one order for any number of tokens.
+    invariant: bool,
 }
 
 impl Projected {
     /// Whether there are few tokens with many parts; then each token has a block in the next
     /// kernel.
     pub fn has_few_tokens(self) -> bool {
-        self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS
+        self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS && !self.invariant
     }
 
     /// The parameters of the kernels after it, from it and from a call.
@@ -410,7 +429,8 @@ pub(crate) fn projected_by(
         Implementation::Hopper => hopper_blocks(device, num_tokens, hidden_size),
         _ => projection_blocks(device, num_tokens, hidden_size, true),
     };
-    Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size }))
+    let invariant = device.is_invariant();
+    Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size, invariant }))
 }
 
 /// The second launch. Returns the kernel that ran.

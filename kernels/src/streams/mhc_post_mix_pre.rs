@@ -208,7 +208,7 @@ impl Forward<'_> {
         }
         let kernel = if !self.vectorised || self.implementation == Implementation::Hopper {
             return Ok(None);
-        } else if has_few_projected_tokens(num_tokens) {
+        } else if has_few_projected_tokens(device, num_tokens) {
             "mhc_post_mix_pre_project_few"
         } else if num_tokens <= mhc_mix::FEW_TOKENS
             && has_a_step_of_each_stream(device, num_tokens, hidden_size)

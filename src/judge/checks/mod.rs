@@ -1,5 +1,6 @@
 //! Every check of a case: runs the oracle and the kernels, compares, and reports what it found.
 
+mod batches;
 mod comparison;
 mod differences;
 mod laws;
@@ -7,9 +8,11 @@ mod repeats;
 
 use std::time::Instant;
 
-use dsv4_runtime::Contract;
+use dsv4_reference::precision::Precision;
 use dsv4_runtime::arena::ViolationKind;
+use dsv4_runtime::{BackendKind, Contract};
 
+use self::batches::batch_checks;
 use self::comparison::{compare, saved_checks};
 use self::laws::law_checks;
 use self::repeats::repeat_checks;
@@ -18,7 +21,8 @@ use crate::judge::triangulation;
 use crate::judge::truth::{Truth, Unheld};
 use crate::operator::{KernelRun, PreparedCase, Side};
 use crate::record::{
-    Check, CheckRecord, FailingElements, NOT_JUDGED, Skip, Verdict, agreement_of, words,
+    BatchRecord, Check, CheckRecord, FailingElements, NOT_JUDGED, Skip, Verdict, agreement_of,
+    words,
 };
 
 pub use self::comparison::POWERLESS;
@@ -32,9 +36,14 @@ pub struct CheckOptions {
     /// Whether calls in sequence are checked. They launch everything three times, so a sweep on the
     /// emulator checks every third case ([`crate::sweep::run_planned`]).
     pub sequence: bool,
+    /// Whether the rows of a case run in other batches. A sweep on the emulator does so for every
+    /// third case.
+    pub batches: bool,
     /// Whether verdicts report what they could have seen ([`crate::judge::power`]). Whether a
     /// verdict has power at all is always checked.
     pub power: bool,
+    /// Only the rows in other batches: no oracle is needed, and nothing else is learnt.
+    pub only_batches: bool,
     /// Whether to triangulate the oracle's gradients. It concerns only the oracle, so once per case
     /// is enough, and a kernel's mutants never need it.
     pub triangulate: bool,
@@ -43,7 +52,14 @@ pub struct CheckOptions {
 impl CheckOptions {
     /// Everything.
     pub const fn everything(schedules: u32) -> Self {
-        Self { schedules, sequence: true, power: true, triangulate: true }
+        Self {
+            schedules,
+            sequence: true,
+            batches: true,
+            power: true,
+            only_batches: false,
+            triangulate: true,
+        }
     }
 
     /// Everything that shows whether kernels are right; the oracle is not checked.
@@ -61,6 +77,8 @@ pub struct Outcome {
     pub skips: Vec<Skip>,
     /// Kernel paths that ran.
     pub paths: Vec<String>,
+    /// What other batches showed, axis by axis.
+    pub batches: Vec<BatchRecord>,
     /// Why these kernels cannot be run here at all, if they cannot.
     pub untestable: Option<String>,
     /// Why these kernels do not support such a case, as their runner reports, if so.
@@ -166,6 +184,9 @@ pub fn run_until(
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
 ) -> Outcome {
+    if options.only_batches {
+        return only_batches(prepared, runner, &enough);
+    }
     let start = Instant::now();
     match Truth::of(prepared, runner.arithmetic(prepared)) {
         Ok(truth) => {
@@ -179,6 +200,39 @@ pub fn run_until(
             outcome
         }
     }
+}
+
+/// Runs a case and its rows in other batches. Bits are compared with bits, so no run of the oracle
+/// is needed, except that an external kernel learns from it what to write.
+fn only_batches(
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    enough: &dyn Fn(&Outcome) -> bool,
+) -> Outcome {
+    let mut outcome = Outcome::default();
+    let external = runner.environment().backend == BackendKind::External;
+    let exact = if external { prepared.oracle(Precision::Exact) } else { Ok(Vec::new()) };
+    let exact = match exact {
+        Ok(exact) => exact,
+        Err(error) => {
+            outcome.push(Check::Oracle, "", Verdict::Error, 0, error.to_string());
+            return outcome;
+        }
+    };
+    let start = Instant::now();
+    let first = match runner.run(prepared, &exact, Contract::NAN) {
+        Err(error) if error.unsupported => {
+            return Outcome { unsupported: Some(error.message), ..outcome };
+        }
+        run => run,
+    };
+    if let Some(first) = launched(first, Check::Launch, &mut outcome) {
+        outcome.paths.clone_from(&first.paths);
+        memory_checks(runner, &first, &mut outcome);
+        batch_checks(prepared, runner, &exact, &first, &mut outcome, enough);
+    }
+    outcome.kernel_seconds = start.elapsed().as_secs_f64();
+    outcome
 }
 
 /// The same with known results of the oracle: `truth` is that of this very case. The oracle's runs
@@ -290,6 +344,15 @@ fn run_kernels(
             return;
         }
         law_checks(&law, runner, truth, &first, &budgets, outcome);
+    }
+    if !options.batches {
+        outcome.skip(
+            Check::BatchInvariance.as_str(),
+            "of a sweep on the emulator every third case comes in other batches",
+            1,
+        );
+    } else if !enough(outcome) && !outcome.is_blind(runner, &Check::BatchInvariance, 1) {
+        batch_checks(prepared, runner, &truth.exact, &first, outcome, enough);
     }
 }
 

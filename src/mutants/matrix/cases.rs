@@ -115,6 +115,7 @@ mod tests {
             kernel_seconds: 0.0,
             oracle_seconds: 0.0,
             replay: String::new(),
+            batches: vec![],
             plan_number: None,
             untestable: None,
             seconds: None,

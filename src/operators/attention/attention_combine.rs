@@ -216,6 +216,10 @@ impl Operator for AttentionCombine {
         run.launch(|device| launcher::forward(device, v))
     }
 
+    fn invariant(_: &AttentionCombineCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &AttentionCombineCase, laws: &mut Laws<'_, Self>) {
         if c.num_tokens == 0 || c.num_parts == 0 {
             return;

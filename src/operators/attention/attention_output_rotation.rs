@@ -296,6 +296,10 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
         SparseAttention::launch_backward(&c.attention, &v.without(&OF_THE_ROTATION), run)
     }
 
+    fn invariant(_: &AttentionOutputRotationCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &AttentionOutputRotationCase, laws: &mut Laws<'_, Self>) {
         laws.permute("tokens may be permuted", "num_tokens");
         laws.independent("num_tokens");

@@ -15,6 +15,7 @@ use crate::operator::benchmarks::Rate;
 use crate::operator::declaration::TensorSpec;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
+use crate::operator::tensors::apart;
 use crate::operators::attention::sinks::Sinks;
 use crate::operators::cache::paged::{
     check_nope_dim, oracle, page_bytes, page_gap, pages_of, rows_of,
@@ -109,6 +110,8 @@ pub struct DecodeAttentionCase {
 
 /// The largest number of slots in a list: lengths beyond it still fit an i32.
 const MOST_SLOTS: usize = 1 << 30;
+/// More blocks than any batch has tiles of keys.
+const ANY_BATCH: usize = 1 << 24;
 const MODEL: RowFormat = RowFormat::MODEL;
 const SMALL: RowFormat = RowFormat { nope_dim: 64, rope_dim: 64 };
 /// bf16 channels whose 16-byte pieces in a warp's rows are not a multiple of its lanes.
@@ -167,6 +170,11 @@ impl DecodeAttentionCase {
 
     fn tokens(&self) -> usize {
         self.batch * self.s_q
+    }
+
+    /// Whether the blocks are as many as the tiles of any batch: then every list is divided alike.
+    fn has_a_block_for_each_tile(&self) -> bool {
+        self.num_blocks >= ANY_BATCH
     }
 
     fn head_dim(&self) -> usize {
@@ -444,6 +452,10 @@ impl Operator for DecodeAttention {
                 sinks: Sinks::Extreme,
                 ..plain(11, 1, 7, SMALL, 5)
             },
+            // Lists that are divided alike in any batch: short ones, with lengths, of Hopper.
+            plain(3, 2, 20, SMALL, ANY_BATCH),
+            DecodeAttentionCase { lengths: Lengths::Hostile, ..plain(5, 1, 7, SMALL, ANY_BATCH) },
+            hopper(plain(2, 2, 5, MODEL, ANY_BATCH)),
             // More requests than a warp has lanes, and blocks that start after the first 32.
             DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
             hopper(DecodeAttentionCase {
@@ -564,6 +576,20 @@ impl Operator for DecodeAttention {
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, &c.options()))
+    }
+
+    fn invariant(c: &DecodeAttentionCase, _: bool) -> &'static [BatchAxis] {
+        // A request's tokens are divided as those of several requests are.
+        const FREE: &[BatchAxis] = &[BatchAxis::Verification, BatchAxis::Cache];
+        const WHOLE: &[BatchAxis] =
+            &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Verification, BatchAxis::Cache];
+        if c.has_a_block_for_each_tile() { WHOLE } else { FREE }
+    }
+
+    fn batches(c: &DecodeAttentionCase, batches: &mut Batches<'_, Self>) {
+        batches.rows("batch");
+        page_batch(c, batches);
+        verification(c, batches);
     }
 
     fn laws(c: &DecodeAttentionCase, laws: &mut Laws<'_, Self>) {
@@ -978,6 +1004,33 @@ fn place_law(c: &DecodeAttentionCase, laws: &mut Laws<'_, DecodeAttention>) {
         for (number, (names, store)) in v.case.stores_mut().enumerate() {
             names.relocate(c, store, c.seed.wrapping_add(number as u64), &mut v.tensors);
         }
+    });
+}
+
+/// The rows in other slots, pages and page sizes.
+fn page_batch(c: &DecodeAttentionCase, batches: &mut Batches<'_, DecodeAttention>) {
+    let every: Vec<(usize, usize)> = (0..c.batch).map(|request| (request, request)).collect();
+    let same = batches.along("batch", &every);
+    batches.run(BatchAxis::Cache, "rows in other slots and pages", |v| {
+        for (number, (names, store)) in v.case.stores_mut().enumerate() {
+            names.relocate(c, store, c.seed.wrapping_add(number as u64), &mut v.tensors);
+        }
+        same
+    });
+}
+
+/// The tokens of each request, each as a request of its own.
+fn verification(c: &DecodeAttentionCase, batches: &mut Batches<'_, DecodeAttention>) {
+    if c.s_q < 2 {
+        return;
+    }
+    let tokens: Vec<(usize, usize)> = (0..c.tokens()).map(|token| (token, token)).collect();
+    let same = ["out", "lse"].map(|name| Same::leading(name, [2, 2], &tokens));
+    let specs = DecodeAttention::tensors(c);
+    batches.run(BatchAxis::Verification, format!("s_q {} against 1", c.s_q), |v| {
+        (v.case.batch, v.case.s_q) = (c.tokens(), 1);
+        apart(&specs, &mut v.tensors, c.batch, c.s_q);
+        same.to_vec()
     });
 }
 

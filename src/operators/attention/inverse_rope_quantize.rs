@@ -254,6 +254,10 @@ impl Operator for InverseRopeQuantize {
         run.launch(|device| launcher::forward(device, v, c.options()))
     }
 
+    fn invariant(_: &InverseRopeQuantizeCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &InverseRopeQuantizeCase, laws: &mut Laws<'_, Self>) {
         // In other layouts the scales of tokens have no separate axis.
         if c.layout == ScaleLayout::Plain {

@@ -526,6 +526,10 @@ impl Operator for SparseAttention {
         run.launch(|device| launcher::backward(device, v, options))
     }
 
+    fn invariant(_: &SparseAttentionCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &SparseAttentionCase, laws: &mut Laws<'_, Self>) {
         if c.num_tokens == 0 {
             return;

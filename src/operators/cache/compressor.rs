@@ -569,6 +569,14 @@ impl Operator for Compressor {
         16 * c.num_entries as u128 * (2 * c.ratio * c.head_dim) as u128
     }
 
+    fn invariant(_: &CompressorCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &CompressorCase, batches: &mut Batches<'_, Self>) {
+        sequence_alone(c, batches);
+    }
+
     fn laws(c: &CompressorCase, laws: &mut Laws<'_, Self>) {
         let halved = [
             ("entries", 0.5),
@@ -763,6 +771,33 @@ fn independence_law(c: &CompressorCase, laws: &mut Laws<'_, Compressor>) {
         },
         relations.collect::<Vec<_>>(),
     );
+}
+
+/// The longest sequence alone: its tokens, and its entries with their positions.
+fn sequence_alone(c: &CompressorCase, batches: &mut Batches<'_, Compressor>) {
+    let [cu_seqlens, cu_entries] = c.ends();
+    let lengths = cu_seqlens.windows(2).map(|ends| ends[1] - ends[0]);
+    let longest = lengths.enumerate().max_by_key(|&(_, length)| length);
+    let Some((sequence, _)) = longest.filter(|&(_, length)| length > 0) else { return };
+    let range = |ends: &[i32], extent: usize| -> Vec<usize> {
+        (ends[sequence] as usize..ends[sequence + 1] as usize).filter(|&at| at < extent).collect()
+    };
+    let (tokens, entries) = (range(&cu_seqlens, c.num_tokens), range(&cu_entries, c.num_entries));
+    let pairs = |of_case: &[usize]| of_case.iter().copied().zip(0..).collect::<Vec<_>>();
+    let mut same = batches.along("num_tokens", &pairs(&tokens));
+    same.extend(batches.along("num_entries", &pairs(&entries)));
+    let specs = Compressor::tensors(c);
+    let extents = format!("sequence {sequence} of {} alone", c.num_sequences);
+    batches.run(BatchAxis::Company, extents, |v| {
+        (v.case.num_sequences, v.case.num_tokens, v.case.num_entries) =
+            (1, tokens.len(), entries.len());
+        v.tensors.permute(&specs, "num_tokens", &tokens);
+        v.tensors.permute(&specs, "num_entries", &entries);
+        let ends = |count: usize| HostTensor::from_i32(&[2], &[0, count as i32]);
+        v.tensors.put("cu_seqlens", ends(tokens.len()));
+        v.tensors.put("cu_entries", ends(entries.len()));
+        same
+    });
 }
 
 /// A compressor's data in a golden file.

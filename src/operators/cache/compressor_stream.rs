@@ -157,6 +157,14 @@ impl CompressorStreamCase {
         steps
     }
 
+    /// The same in one step. For one sequence the tokens of all steps are consecutive, and so are
+    /// its entries.
+    fn at_once(&self) -> Option<Self> {
+        let one = self.num_sequences == 1 && self.drafts == 0 && !self.hostile;
+        let whole = Self { chunks: vec![self.chunks.iter().sum()], ..self.clone() };
+        (one && self.chunks.len() > 1).then_some(whole)
+    }
+
     /// Tokens and entries of all steps.
     fn totals(&self) -> [usize; 2] {
         let steps = self.steps();
@@ -546,6 +554,25 @@ impl Operator for CompressorStream {
         Ok(())
     }
 
+    fn invariant(_: &CompressorStreamCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Chunks]
+    }
+
+    fn batches(c: &CompressorStreamCase, batches: &mut Batches<'_, Self>) {
+        let Some(whole) = c.at_once() else { return };
+        let [_, num_entries] = c.totals();
+        let every = |count: usize| (0..count).map(|at| (at, at)).collect::<Vec<_>>();
+        let same = vec![
+            Same::along("entries", 0, &every(num_entries)),
+            Same::along("state", 0, &every(c.num_slots)),
+        ];
+        batches.run(BatchAxis::Chunks, format!("{} steps against one", c.chunks.len()), |v| {
+            set_steps(&whole, &mut v.tensors);
+            v.case = whole;
+            same
+        });
+    }
+
     fn laws(c: &CompressorStreamCase, laws: &mut Laws<'_, Self>) {
         // For entries stored as e4m3, the floor of scales does not scale.
         let halved = if c.epilogue == Epilogue::Fp8 {
@@ -559,9 +586,7 @@ impl Operator for CompressorStream {
             let change = |v: &mut Variant<Self>| v.case.epilogue = Epilogue::None;
             laws.law(EPILOGUE_LAW, change, [("entries", made), ("state", Relation::Times(1.0))]);
         }
-        // For one sequence, the tokens of all steps are consecutive, and so are its entries.
-        if c.num_sequences == 1 && c.drafts == 0 && !c.hostile && c.chunks.len() > 1 {
-            let whole = CompressorStreamCase { chunks: vec![c.chunks.iter().sum()], ..c.clone() };
+        if let Some(whole) = c.at_once() {
             laws.alike("in steps equals at once", Relation::Times(1.0), |v| {
                 set_steps(&whole, &mut v.tensors);
                 v.case = whole;

@@ -21,7 +21,7 @@ use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::fields::{LARGEST_DRAWN, extent, tensor};
 use crate::operator::prelude::*;
 use crate::operators::cache::paged::{
-    self, SlotClass, pages_of, parts_of, rows_of, turn_signs_of_bf16, writers,
+    self, SlotClass, cut_slots, pages_of, parts_of, rows_of, turn_signs_of_bf16, writers,
 };
 use crate::operators::formats::hadamard::of_oracle;
 
@@ -258,6 +258,17 @@ impl Operator for IndexerCacheWrite {
             (scales.dtype, scales.shape) = (DType::F32, vec![c.num_slots(), 1]);
         }
         parts
+    }
+
+    fn invariant(_: &IndexerCacheWriteCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &IndexerCacheWriteCase, batches: &mut Batches<'_, Self>) {
+        let observed: Vec<&'static str> = batches.observed();
+        batches.rows_with("num_tokens", |tensors, cut| {
+            cut_slots(tensors, c.num_slots(), &observed, cut)
+        });
     }
 
     fn laws(c: &IndexerCacheWriteCase, laws: &mut Laws<'_, Self>) {

@@ -22,8 +22,8 @@ use crate::operator::declaration::{Axis, observed, state};
 use crate::operator::fields::{LARGEST_DRAWN, extent, magnitude, tensor};
 use crate::operator::prelude::*;
 use crate::operators::cache::paged::{
-    self, SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of, parts_of, rows_of,
-    turn_signs_of_bf16, writers,
+    self, SlotClass, check_nope_dim, cut_slots, oracle, page_bytes, page_gap, pages_of, parts_of,
+    rows_of, turn_signs_of_bf16, writers,
 };
 use crate::operators::contents::{Contents, Groups};
 
@@ -275,6 +275,17 @@ impl Operator for KvCacheWrite {
         let parts: Vec<_> =
             c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).collect();
         parts_of(c.stored(), c.page_size, &parts, &written.tensor("cache").bytes)
+    }
+
+    fn invariant(_: &KvCacheWriteCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &KvCacheWriteCase, batches: &mut Batches<'_, Self>) {
+        let observed: Vec<&'static str> = batches.observed();
+        batches.rows_with("num_tokens", |tensors, cut| {
+            cut_slots(tensors, c.num_slots(), &observed, cut)
+        });
     }
 
     fn laws(c: &KvCacheWriteCase, laws: &mut Laws<'_, Self>) {

@@ -16,7 +16,7 @@ use crate::operator::declaration::{observed, state};
 use crate::operator::fields::tensor;
 use crate::operator::prelude::*;
 use crate::operators::cache::paged::{
-    SlotClass, check_nope_dim, oracle, page_bytes, page_gap, pages_of,
+    SlotClass, check_nope_dim, cut_slots, oracle, page_bytes, page_gap, pages_of,
 };
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, turned_by};
@@ -321,6 +321,17 @@ impl Operator for KvNormRopeWrite {
             return Vec::new();
         };
         holds(c.format(), c.page_size, given, [y, cache])
+    }
+
+    fn invariant(_: &KvNormRopeWriteCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &KvNormRopeWriteCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            let [num_slots, _] = c.observed();
+            cut_slots(tensors, num_slots, &["slot_holds", "scale_is_least"], cut)
+        });
     }
 
     fn laws(_: &KvNormRopeWriteCase, laws: &mut Laws<'_, Self>) {

@@ -8,6 +8,8 @@ use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
 use crate::case::Draw;
+use crate::operator::Same;
+use crate::operator::batches::Cut;
 use crate::operator::declaration::Axis;
 use crate::operator::declared::{Refused, refuse};
 use crate::operator::tensors::{Tensors, permuted_along};
@@ -133,6 +135,27 @@ pub(crate) fn parts_of(
         )
     };
     parts.iter().map(part).collect()
+}
+
+/// The slots of a cut's tokens. Each token is written once, and padding nowhere. What is compared
+/// of `observed`, which has a row for each slot.
+pub(crate) fn cut_slots(
+    tensors: &mut Tensors,
+    num_slots: usize,
+    observed: &[&'static str],
+    cut: &Cut,
+) -> Vec<Same> {
+    let mut written = Vec::new();
+    tensors.edit_i32s("slots", |slots| {
+        for (row, slot) in slots.iter_mut().enumerate() {
+            if !cut.is_first(row) {
+                *slot = -1;
+            } else if let Some(at) = usize::try_from(*slot).ok().filter(|&at| at < num_slots) {
+                written.push((at, at));
+            }
+        }
+    });
+    observed.iter().map(|name| Same::along(name, 0, &written)).collect()
 }
 
 /// For each slot the token that is written there.

@@ -594,6 +594,14 @@ impl Operator for GroupedLinear {
         run.launch(|device| launcher::forward(device, v, c.of_launcher()))
     }
 
+    fn invariant(_: &GroupedLinearCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Experts]
+    }
+
+    fn batches(c: &GroupedLinearCase, batches: &mut Batches<'_, Self>) {
+        batches_of_experts(c, batches, &["y"]);
+    }
+
     fn laws(c: &GroupedLinearCase, laws: &mut Laws<'_, Self>) {
         laws_of_scales(c, laws);
         let other = if c.expected_rows > 64 { 1 } else { 1000 };
@@ -761,6 +769,33 @@ pub(crate) fn laws_of_rows<K: Operator>(
         |v| turn(&mut v.tensors.bytes_mut("w").unwrap_or_default()[own], signs),
         equal_rows(written, Rc::new(move |row| owners[row] != Some(expert))),
     );
+}
+
+/// The rows of the expert with most: with none for other experts, and fewer for this one.
+pub(crate) fn batches_of_experts<K: Operator>(
+    c: &GroupedLinearCase,
+    batches: &mut Batches<'_, K>,
+    written: &[&'static str],
+) {
+    let owners = c.experts_of_rows();
+    let rows_of = |expert: usize| -> Vec<usize> {
+        (0..owners.len()).filter(|&row| owners[row] == Some(expert)).collect()
+    };
+    let Some(expert) = (0..c.num_experts).max_by_key(|&expert| rows_of(expert).len()) else {
+        return;
+    };
+    let (rows, axes) = (rows_of(expert), if c.is_masked() { 2 } else { 1 });
+    for kept in [rows.len(), rows.len().div_ceil(2)] {
+        let pairs: Vec<(usize, usize)> = rows[..kept].iter().map(|&row| (row, row)).collect();
+        let same = written.iter().map(|name| Same::leading(name, [axes; 2], &pairs)).collect();
+        let extents = format!("{kept} of {} rows of expert {expert}, none of others", rows.len());
+        batches.run(BatchAxis::Experts, extents, |v| {
+            let mut counts = vec![0; c.num_experts];
+            counts[expert] = kept as i32;
+            v.tensors.set_i32s("counts", &counts);
+            same
+        });
+    }
 }
 
 /// These rows of each of the tensors are the same.

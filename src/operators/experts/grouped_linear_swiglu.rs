@@ -25,7 +25,8 @@ use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{Grid, Pooling};
 use crate::operators::experts::grouped_linear::{
-    GroupedLinear, GroupedLinearCase, keep_experts_of, laws_of_rows, masked, mxfp4,
+    GroupedLinear, GroupedLinearCase, batches_of_experts, keep_experts_of, laws_of_rows, masked,
+    mxfp4,
 };
 use crate::operators::experts::grouped_linear::{of_whole_case, sorted};
 use crate::operators::experts::moe_map::Experts;
@@ -833,6 +834,14 @@ impl Operator for GroupedLinearSwiglu {
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::forward(device, v, c.limit, c.of_launcher()))
+    }
+
+    fn invariant(_: &GroupedLinearSwigluCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Experts]
+    }
+
+    fn batches(c: &GroupedLinearSwigluCase, batches: &mut Batches<'_, Self>) {
+        batches_of_experts(&c.product, batches, &["decoded", "quotients"]);
     }
 
     fn laws(c: &GroupedLinearSwigluCase, laws: &mut Laws<'_, Self>) {

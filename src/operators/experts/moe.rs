@@ -515,6 +515,16 @@ impl Operator for Moe {
         run.launch(|device| moe_reduce::launch(device, &reduced, false))
     }
 
+    fn invariant(_: &MoeCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn batches(_: &MoeCase, batches: &mut Batches<'_, Self>) {
+        // Where a row goes depends on all rows, by definition.
+        batches.except(&["token_topk_to_pos"]);
+        batches.of_rows();
+    }
+
     fn laws(c: &MoeCase, laws: &mut Laws<'_, Self>) {
         if c.num_tokens == 0 {
             return;

@@ -94,6 +94,17 @@ impl Operator for MoeExpand {
         run.launch(|device| launcher::launch(device, &v.without(&["y"]), true))
     }
 
+    fn invariant(_: &MoeExpandCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &MoeExpandCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            let rows = c.rows.cut(tensors, "dy", cut);
+            vec![Same::along("y", 0, &rows)]
+        });
+    }
+
     fn laws(_: &MoeExpandCase, laws: &mut Laws<'_, Self>) {
         laws.scale("rows are copied", "x", 0.5, &[("y", 0.5), ("dx", 1.0)]);
         laws.scale_upstreams();

@@ -198,6 +198,9 @@ impl Operator for MoeMap {
         run.launch(|device| launcher::forward(device, v, c.alignment))
     }
 
+    /// Where a row goes depends on all rows, by definition.
+    fn batches(_: &MoeMapCase, _: &mut Batches<'_, Self>) {}
+
     fn laws(c: &MoeMapCase, laws: &mut Laws<'_, Self>) {
         let experts = c.num_experts as i32;
         if laws.tensors().i32s("topk_indices").iter().any(|expert| !(0..experts).contains(expert)) {

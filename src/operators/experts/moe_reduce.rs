@@ -125,6 +125,17 @@ impl Operator for MoeReduce {
         run.launch(|device| launcher::launch(device, &v.without(&["out"]), true))
     }
 
+    fn invariant(_: &MoeReduceCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &MoeReduceCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            let rows = c.rows.cut(tensors, "y", cut);
+            vec![Same::along("dy", 0, &rows)]
+        });
+    }
+
     fn laws(c: &MoeReduceCase, laws: &mut Laws<'_, Self>) {
         if !c.with_shared {
             let halved = [("out", 0.5), ("dy", 0.5), ("dtopk_weights", 1.0)];

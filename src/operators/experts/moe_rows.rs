@@ -6,6 +6,7 @@ use dsv4_kernels::experts::moe_expand::MAX_TOPK;
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
+use crate::operator::tensors::permuted_along;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase};
 use crate::operators::lists::Hostile;
 
@@ -187,6 +188,43 @@ impl MoeRows {
             tensors.put(name, HostTensor::from_i32(map.dims(), &numbers));
         }
         Ok(())
+    }
+
+    /// Rows of experts for the tokens of a cut: those of each token, in another order. `rows` are
+    /// the given rows, none if empty. Returns pairs of a row of the case and its row of the batch.
+    pub(crate) fn cut(
+        &self,
+        tensors: &mut Tensors,
+        rows: &'static str,
+        cut: &Cut,
+    ) -> Vec<(usize, usize)> {
+        let batch = Self { num_tokens: cut.order.len(), ..self.clone() };
+        let count = batch.map().num_positions();
+        let old = tensors.i32s("pos_to_token").len();
+        let (mut tokens, mut sources) = (vec![-1; count], vec![0; count]);
+        let (mut next, mut pairs) = (0, Vec::new());
+        let topk = self.topk.max(1);
+        tensors.edit_i32s("token_topk_to_pos", |slots| {
+            for (slot, position) in slots.iter_mut().enumerate() {
+                let Some(source) = usize::try_from(*position).ok().filter(|&at| at < old) else {
+                    // Beyond the case's rows, but not beyond those of a larger batch.
+                    *position = -1;
+                    continue;
+                };
+                (tokens[next], sources[next]) = ((slot / topk) as i32, source);
+                if !cut.is_padding(slot / topk) {
+                    pairs.push((source, next));
+                }
+                *position = next as i32;
+                next += 1;
+            }
+        });
+        tensors.put("pos_to_token", HostTensor::from_i32(&[count], &tokens));
+        if let Some(tensor) = tensors.get(rows).filter(|_| old > 0) {
+            let gathered = permuted_along(tensor, 0, &sources);
+            tensors.put(rows, gathered);
+        }
+        pairs
     }
 
     /// The model's shapes, or a small one for the emulator: tokens, slots, experts, channels.

@@ -339,6 +339,10 @@ impl Operator for Router {
         run.launch(|device| launcher::backward(device, v, c.route_scale))
     }
 
+    fn invariant(_: &RouterCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &RouterCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");

@@ -137,6 +137,10 @@ impl Operator for Swiglu {
         run.launch(|device| launcher::launch(device, v, c.limit, true))
     }
 
+    fn invariant(_: &SwigluCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &SwigluCase, laws: &mut Laws<'_, Self>) {
         laws.scale(
             "weight counts once",

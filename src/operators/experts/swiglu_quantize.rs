@@ -313,6 +313,10 @@ impl Operator for SwigluQuantize {
         })
     }
 
+    fn invariant(_: &SwigluQuantizeCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &SwigluQuantizeCase, laws: &mut Laws<'_, Self>) {
         if c.has_powers() {
             laws.scale(

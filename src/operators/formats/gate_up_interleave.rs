@@ -137,6 +137,9 @@ impl Operator for GateUpInterleave {
         run.launch(|device| launcher::launch(device, v, c.inverse))
     }
 
+    /// Its rows are those of weights, which are rearranged once.
+    fn batches(_: &GateUpInterleaveCase, _: &mut Batches<'_, Self>) {}
+
     fn laws(c: &GateUpInterleaveCase, laws: &mut Laws<'_, Self>) {
         laws.permute("experts may be permuted", "num_experts");
         if c.num_experts == 0 {

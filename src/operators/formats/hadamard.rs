@@ -141,6 +141,10 @@ impl Operator for Hadamard {
         run.launch(|device| launcher::launch(device, v, c.stored, true))
     }
 
+    fn invariant(_: &HadamardCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &HadamardCase, laws: &mut Laws<'_, Self>) {
         if c.stored == Stored::Values {
             laws.scale("the transform is linear", "x", 0.5, &[("y", 0.5), ("dx", 1.0)]);

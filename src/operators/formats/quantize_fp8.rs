@@ -16,6 +16,7 @@ use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operators::contents::{Contents, Groups};
+use crate::operators::formats::cut_scales;
 
 /// The operator.
 pub struct QuantizeFp8;
@@ -306,6 +307,21 @@ impl Operator for QuantizeFp8 {
     fn launch(c: &QuantizeFp8Case, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         let launch = if c.quantizes() { launcher::quantize } else { launcher::dequantize };
         run.launch(|device| launch(device, v, c.options()))
+    }
+
+    fn invariant(_: &QuantizeFp8Case, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &QuantizeFp8Case, batches: &mut Batches<'_, Self>) {
+        // The rows of a square share scales.
+        if c.group != Group::Square128 {
+            let scales = |rows| c.of_oracle().scales(rows, c.width);
+            batches.rows_with("num_rows", |tensors, cut| {
+                cut_scales(tensors, "scales", c.num_rows, scales, cut);
+                Vec::new()
+            });
+        }
     }
 
     fn laws(c: &QuantizeFp8Case, laws: &mut Laws<'_, Self>) {

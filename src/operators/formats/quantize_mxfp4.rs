@@ -13,6 +13,7 @@ use rand::Rng;
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
 use crate::operators::contents::{Contents, Groups, draw_e2m1_codes};
+use crate::operators::formats::cut_scales;
 use crate::operators::formats::quantize_fp8::{Task, format_of, layout_of_oracle, scale_axes};
 
 /// The operator.
@@ -202,6 +203,18 @@ impl Operator for QuantizeMxfp4 {
     ) -> Result<(), RuntimeError> {
         let launch = if c.quantizes() { launcher::quantize } else { launcher::dequantize };
         run.launch(|device| launch(device, v, c.layout))
+    }
+
+    fn invariant(_: &QuantizeMxfp4Case, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &QuantizeMxfp4Case, batches: &mut Batches<'_, Self>) {
+        let scales = |rows| reference::scales(layout_of_oracle(c.layout), rows, c.width);
+        batches.rows_with("num_rows", |tensors, cut| {
+            cut_scales(tensors, "scales", c.num_rows, scales, cut);
+            Vec::new()
+        });
     }
 
     fn laws(c: &QuantizeMxfp4Case, laws: &mut Laws<'_, Self>) {

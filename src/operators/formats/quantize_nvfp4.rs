@@ -13,6 +13,7 @@ use rand::Rng;
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::prelude::*;
 use crate::operators::contents::{Contents, Groups, draw_e2m1_codes};
+use crate::operators::formats::cut_scales;
 use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle, scale_axes};
 
 /// The operator.
@@ -313,6 +314,22 @@ impl Operator for QuantizeNvfp4 {
             Task::Quantize => run.launch(|device| launcher::quantize(device, v, c.layout)),
             Task::Dequantize => run.launch(|device| launcher::dequantize(device, v, c.layout)),
         }
+    }
+
+    fn invariant(_: &QuantizeNvfp4Case, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &QuantizeNvfp4Case, batches: &mut Batches<'_, Self>) {
+        // The scale of a tensor is that of all its rows.
+        if c.task == Task::GlobalScale {
+            return;
+        }
+        let scales = |rows| reference::scales(layout_of_oracle(c.layout), rows, c.width);
+        batches.rows_with("num_rows", |tensors, cut| {
+            cut_scales(tensors, "scales", c.num_rows, scales, cut);
+            Vec::new()
+        });
     }
 
     fn laws(c: &QuantizeNvfp4Case, laws: &mut Laws<'_, Self>) {

@@ -14,6 +14,7 @@ use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::fields::extent;
 use crate::operator::prelude::*;
+use crate::operators::formats::cut_scales;
 
 /// The operator.
 pub struct ScaleSwizzle;
@@ -135,6 +136,22 @@ impl Operator for ScaleSwizzle {
 
     fn launch(c: &ScaleSwizzleCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
         run.launch(|device| launcher::launch(device, v, c.inverse))
+    }
+
+    fn invariant(_: &ScaleSwizzleCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &ScaleSwizzleCase, batches: &mut Batches<'_, Self>) {
+        // Tiles have no axis of rows: only their inverse writes rows.
+        if c.inverse {
+            let (layout, groups) = (ScaleLayout::Blocked, c.num_groups);
+            let tiles = |rows| Scales { layout, bytes: true, rows, groups };
+            batches.rows_with("num_rows", |tensors, cut| {
+                cut_scales(tensors, "tiles", c.num_rows, tiles, cut);
+                Vec::new()
+            });
+        }
     }
 
     fn laws(c: &ScaleSwizzleCase, laws: &mut Laws<'_, Self>) {

@@ -155,6 +155,17 @@ impl Operator for LmHead {
         run.launch(|device| launcher::forward(device, v))
     }
 
+    fn invariant(_: &LmHeadCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &LmHeadCase, batches: &mut Batches<'_, Self>) {
+        if c.rows == Rows::All {
+            batches.also("num_tokens");
+        }
+        batches.rows("num_rows");
+    }
+
     fn laws(_: &LmHeadCase, laws: &mut Laws<'_, Self>) {
         laws.scale("hidden states are linear", "hidden", 0.5, &[("logits", 0.5)]);
         laws.scale("weights are linear", "weight", 0.5, &[("logits", 0.5)]);

@@ -59,6 +59,17 @@ const TOKENS: &str = "tokens_of_streams";
 /// The rows of the streams of each token, as the slots of `moe_expand`.
 const STREAMS: &str = "streams_of_tokens";
 
+/// The token of each stream's row, and the rows of each token's streams.
+fn set_rows(tensors: &mut Tensors, num_tokens: usize, quantized: bool) {
+    let rows = 0..(NUM_STREAMS * num_tokens) as i32;
+    let of_streams: Vec<i32> = rows.clone().map(|row| row / NUM_STREAMS as i32).collect();
+    tensors.put(TOKENS, HostTensor::from_i32(&[of_streams.len(), 1], &of_streams));
+    if !quantized {
+        let rows: Vec<i32> = rows.collect();
+        tensors.put(STREAMS, HostTensor::from_i32(&[num_tokens, NUM_STREAMS], &rows));
+    }
+}
+
 impl Operator for MtpInput {
     type Case = MtpInputCase;
     const SUM_LANES: usize = 32;
@@ -216,11 +227,8 @@ impl Operator for MtpInput {
     }
 
     fn amend(c: &MtpInputCase, tensors: &mut Tensors) -> OracleResult<()> {
-        let rows = 0..(NUM_STREAMS * c.num_tokens) as i32;
-        let of_streams: Vec<i32> = rows.clone().map(|row| row / NUM_STREAMS as i32).collect();
-        tensors.set_i32s(TOKENS, &of_streams);
+        set_rows(tensors, c.num_tokens, c.quantized);
         if !c.quantized {
-            tensors.set_i32s(STREAMS, &rows.collect::<Vec<_>>());
             return Ok(());
         }
         let extents = [c.hidden_size; 2];
@@ -286,6 +294,17 @@ impl Operator for MtpInput {
         }
         run.ran_backward(ran);
         Ok(())
+    }
+
+    fn invariant(_: &MtpInputCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn batches(c: &MtpInputCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            set_rows(tensors, cut.order.len(), c.quantized);
+            Vec::new()
+        });
     }
 
     fn laws(c: &MtpInputCase, laws: &mut Laws<'_, Self>) {

@@ -368,6 +368,10 @@ impl Operator for Sampler {
         run.launch(|device| launcher::forward(device, v))
     }
 
+    fn invariant(_: &SamplerCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &SamplerCase, laws: &mut Laws<'_, Self>) {
         // For every batch, and every index of a row in it.
         laws.separate("num_rows", "rows may be permuted");

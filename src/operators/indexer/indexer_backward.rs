@@ -315,6 +315,14 @@ impl Operator for IndexerBackward {
         run.launch(|device| launcher::backward(device, v, options))
     }
 
+    fn invariant(_: &IndexerBackwardCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Chunks]
+    }
+
+    fn batches(c: &IndexerBackwardCase, batches: &mut Batches<'_, Self>) {
+        ranking::batches(&c.keys, batches, |case| &mut case.keys);
+    }
+
     fn laws(c: &IndexerBackwardCase, laws: &mut Laws<'_, Self>) {
         if c.keys.num_tokens == 0 {
             return;

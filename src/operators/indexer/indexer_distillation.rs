@@ -31,7 +31,7 @@ use dsv4_reference::indexer::score_recompute::{self as attention, Normaliser};
 use crate::operator::fields::{elements, extent};
 use crate::operator::prelude::*;
 use crate::operators::indexer::indexer_loss::{of_oracle, reduction_of_oracle};
-use crate::operators::indexer::ranking::RankedKeys;
+use crate::operators::indexer::ranking::{self, RankedKeys};
 
 /// The operators in sequence.
 pub struct IndexerDistillation;
@@ -398,6 +398,12 @@ impl Operator for IndexerDistillation {
             run.ran(format!("backward {ran}"));
         }
         Ok(())
+    }
+
+    fn batches(c: &IndexerDistillationCase, batches: &mut Batches<'_, Self>) {
+        // The loss is a mean over the tokens.
+        batches.except(&["dvalues", "dindex_q", "dindex_w"]);
+        ranking::batches(&c.keys, batches, |case| &mut case.keys);
     }
 
     fn laws(c: &IndexerDistillationCase, laws: &mut Laws<'_, Self>) {

@@ -15,7 +15,7 @@ use crate::operator::benchmarks::Whole;
 use crate::operator::declaration::observed;
 use crate::operator::fields::{Implementation, extent, tensor};
 use crate::operator::prelude::*;
-use crate::operator::tensors::permuted_along;
+use crate::operator::tensors::{apart, permuted_along};
 use crate::operators::indexer::ranking::{self, draw_offsets, draw_sequences};
 use crate::operators::lists::{Hostile, Lengths};
 use crate::record::Operands as Multiplied;
@@ -595,6 +595,43 @@ impl Operator for IndexerLogits {
         vec![("seen_logits", HostTensor::from_f64(DType::F32, &logits.shape, &values))]
     }
 
+    fn invariant(_: &IndexerLogitsCase, _: bool) -> &'static [BatchAxis] {
+        &[
+            BatchAxis::Company,
+            BatchAxis::Buckets,
+            BatchAxis::Verification,
+            BatchAxis::Chunks,
+            BatchAxis::Cache,
+            BatchAxis::Forms,
+        ]
+    }
+
+    fn batches(c: &IndexerLogitsCase, batches: &mut Batches<'_, Self>) {
+        match c.addressing {
+            Addressing::Ranges => batches.rows("num_tokens"),
+            Addressing::Paged => {
+                batches.rows("batch");
+                page_batch(c, batches);
+                verification(c, batches);
+            }
+            Addressing::Causal if c.packed => {
+                batches.skip(BatchAxis::Chunks, "its sequences are packed");
+            }
+            Addressing::Causal => {
+                let first = batches.tensors().maybe_i32s("q_off").map_or(0, |offsets| offsets[0]);
+                let same = batches.along("num_tokens", &batches.every("num_tokens"));
+                batches.run(BatchAxis::Forms, "causal limits against ranges", |v| {
+                    make_ranges(c, v);
+                    same
+                });
+                batches.chunks("num_tokens", |v, from, tokens| {
+                    (v.case.num_tokens, v.case.q_off) = (tokens, true);
+                    v.tensors.put("q_off", HostTensor::from_i32(&[1], &[first + from as i32]));
+                });
+            }
+        }
+    }
+
     fn laws(c: &IndexerLogitsCase, laws: &mut Laws<'_, Self>) {
         if c.tokens() == 0 {
             return;
@@ -890,37 +927,71 @@ type LogitLaws<'l> = Laws<'l, IndexerLogits>;
 
 /// A causal limit is a range of rows for each token.
 fn range_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
-    let rows = keys(c, laws.tensors()).rows(c.num_tokens, c.num_keys, c.columns);
+    laws.alike("a causal limit is a range", Relation::Times(1.0), |v| make_ranges(c, v));
+}
+
+/// The keys that each token sees, as ranges.
+fn make_ranges(c: &IndexerLogitsCase, v: &mut Variant<IndexerLogits>) {
+    let rows = keys(c, &v.tensors).rows(c.num_tokens, c.num_keys, c.columns);
     let range = |row: &Vec<Option<usize>>| {
         let first = row.iter().flatten().min().copied().unwrap_or(0);
         (first as i32, (first + row.iter().flatten().count()) as i32)
     };
     let (ks, ke): (Vec<i32>, Vec<i32>) = rows.iter().map(range).unzip();
-    laws.alike("a causal limit is a range", Relation::Times(1.0), |v| {
-        ["cu_q", "cu_k", "q_off"].iter().for_each(|name| drop(v.tensors.remove(name)));
-        v.case = IndexerLogitsCase { addressing: Addressing::Ranges, packed: false, ..c.clone() };
-        v.tensors.put("ks", HostTensor::from_i32(&[c.num_tokens], &ks));
-        v.tensors.put("ke", HostTensor::from_i32(&[c.num_tokens], &ke));
-    });
+    ["cu_q", "cu_k", "q_off"].iter().for_each(|name| drop(v.tensors.remove(name)));
+    v.case = IndexerLogitsCase { addressing: Addressing::Ranges, packed: false, ..c.clone() };
+    v.tensors.put("ks", HostTensor::from_i32(&[c.num_tokens], &ks));
+    v.tensors.put("ke", HostTensor::from_i32(&[c.num_tokens], &ke));
 }
 
 /// Pages only determine where a key is stored.
 fn page_law(c: &IndexerLogitsCase, laws: &mut LogitLaws<'_>) {
+    laws.alike("pages may lie anywhere", Relation::Times(1.0), |v| move_pages(c, v));
+}
+
+/// The pages in another order, with the tables that name them.
+fn move_pages(c: &IndexerLogitsCase, v: &mut Variant<IndexerLogits>) {
     let order = permutation(c.data.seed, c.num_pages);
     let mut places = vec![0; c.num_pages];
     order.iter().enumerate().for_each(|(place, &page)| places[page] = place as i32);
-    laws.alike("pages may lie anywhere", Relation::Times(1.0), |v| {
-        let moved = permuted_along(v.tensors.tensor("pages"), 0, &order);
-        v.tensors.put("pages", moved);
-        v.tensors.edit_i32s("block_table", |table| {
-            for page in table {
-                *page = usize::try_from(*page)
-                    .ok()
-                    .and_then(|page| places.get(page))
-                    .copied()
-                    .unwrap_or(*page);
-            }
-        });
+    let moved = permuted_along(v.tensors.tensor("pages"), 0, &order);
+    v.tensors.put("pages", moved);
+    v.tensors.edit_i32s("block_table", |table| {
+        for page in table {
+            let place = usize::try_from(*page).ok().and_then(|page| places.get(page));
+            *page = place.copied().unwrap_or(*page);
+        }
+    });
+}
+
+/// The entries in other pages.
+fn page_batch(c: &IndexerLogitsCase, batches: &mut Batches<'_, IndexerLogits>) {
+    if c.num_pages < 2 {
+        return;
+    }
+    let every: Vec<(usize, usize)> = (0..c.batch).map(|request| (request, request)).collect();
+    let same = batches.along("batch", &every);
+    let extents = format!("{} pages in another order", c.num_pages);
+    batches.run(BatchAxis::Cache, extents, |v| {
+        move_pages(c, v);
+        same
+    });
+}
+
+/// The tokens of each request, each as a request of its own.
+fn verification(c: &IndexerLogitsCase, batches: &mut Batches<'_, IndexerLogits>) {
+    if c.next_n < 2 {
+        return;
+    }
+    let tokens: Vec<(usize, usize)> = (0..c.batch * c.next_n).map(|token| (token, token)).collect();
+    let written = batches.along("batch", &[]);
+    let same = written.iter().map(|same| Same::leading(same.tensors[0], [2, 2], &tokens)).collect();
+    let extents = format!("next_n {} against 1", c.next_n);
+    let specs = IndexerLogits::tensors(c);
+    batches.run(BatchAxis::Verification, extents, |v| {
+        (v.case.batch, v.case.next_n) = (c.batch * c.next_n, 1);
+        apart(&specs, &mut v.tensors, c.batch, c.next_n);
+        same
     });
 }
 

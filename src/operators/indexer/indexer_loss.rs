@@ -487,6 +487,16 @@ impl Operator for IndexerLoss {
         run.launch(|device| launcher::backward(device, v, c.options()))
     }
 
+    fn invariant(_: &IndexerLossCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Chunks]
+    }
+
+    fn batches(c: &IndexerLossCase, batches: &mut Batches<'_, Self>) {
+        // The loss is a mean over the tokens.
+        batches.except(&["dlogits"]);
+        ranking::batches(&c.keys, batches, |case| &mut case.keys);
+    }
+
     fn laws(c: &IndexerLossCase, laws: &mut Laws<'_, Self>) {
         if c.keys.num_tokens == 0 {
             return;

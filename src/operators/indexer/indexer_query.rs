@@ -226,6 +226,10 @@ impl Operator for IndexerQuery {
         Ok(())
     }
 
+    fn invariant(_: &IndexerQueryCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &IndexerQueryCase, laws: &mut Laws<'_, Self>) {
         if c.stored == Stored::Values {
             laws.scale(

@@ -277,6 +277,14 @@ impl Operator for IndexerRecompute {
         run.launch(|device| launcher::forward(device, v, c.options()))
     }
 
+    fn invariant(_: &IndexerRecomputeCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Chunks]
+    }
+
+    fn batches(c: &IndexerRecomputeCase, batches: &mut Batches<'_, Self>) {
+        ranking::batches(&c.keys, batches, |case| &mut case.keys);
+    }
+
     fn laws(c: &IndexerRecomputeCase, laws: &mut Laws<'_, Self>) {
         if c.keys.num_tokens == 0 {
             return;

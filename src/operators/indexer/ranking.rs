@@ -350,6 +350,27 @@ impl RankedKeys {
     }
 }
 
+/// The tokens of a case in other batches: by rows where each has its list, in chunks where a causal
+/// limit follows from its position.
+pub(crate) fn batches<K: Operator>(
+    c: &RankedKeys,
+    batches: &mut Batches<'_, K>,
+    keys: fn(&mut K::Case) -> &mut RankedKeys,
+) {
+    if c.packed {
+        return batches.skip(BatchAxis::Company, "its sequences are packed");
+    }
+    if c.is_selected() {
+        return batches.rows("num_tokens");
+    }
+    let first = batches.tensors().maybe_i32s("q_off").map_or(0, |offsets| offsets[0]);
+    batches.chunks("num_tokens", |v, from, tokens| {
+        let keys = keys(&mut v.case);
+        (keys.num_tokens, keys.q_off) = (tokens, true);
+        v.tensors.put("q_off", HostTensor::from_i32(&[1], &[first + from as i32]));
+    });
+}
+
 /// For packed sequences that start before the first key and end after the last one: kernels must
 /// not read keys that do not exist.
 pub(crate) fn ends_law<K: Operator>(

@@ -583,6 +583,24 @@ impl Operator for ScoreRecompute {
         run.launch(|device| launch(device, v, options))
     }
 
+    fn invariant(_: &ScoreRecomputeCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Chunks]
+    }
+
+    fn batches(c: &ScoreRecomputeCase, batches: &mut Batches<'_, Self>) {
+        if c.packed {
+            batches.skip(BatchAxis::Company, "its sequences are packed");
+        } else if c.is_selected() {
+            batches.rows("num_tokens");
+        } else {
+            let first = batches.tensors().maybe_i32s("q_off").map_or(0, |offsets| offsets[0]);
+            batches.chunks("num_tokens", |v, from, tokens| {
+                (v.case.num_tokens, v.case.q_off) = (tokens, true);
+                v.tensors.put("q_off", HostTensor::from_i32(&[1], &[first + from as i32]));
+            });
+        }
+    }
+
     fn laws(c: &ScoreRecomputeCase, laws: &mut Laws<'_, Self>) {
         if c.num_tokens == 0 {
             return;

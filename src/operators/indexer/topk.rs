@@ -278,6 +278,10 @@ impl Operator for Topk {
         run.launch(|device| launcher::forward(device, v, c.page_size))
     }
 
+    fn invariant(_: &TopkCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &TopkCase, laws: &mut Laws<'_, Self>) {
         laws.separate("num_rows", "rows may be permuted");
         laws.scale(

@@ -20,7 +20,7 @@ use crate::operator::declaration::{observed, state};
 use crate::operator::fields::{extent, tensor};
 use crate::operator::prelude::*;
 use crate::operators::cache::kv_norm_rope_write::{check_format, holds, set_cache};
-use crate::operators::cache::paged::{SlotClass, oracle, page_gap};
+use crate::operators::cache::paged::{SlotClass, cut_slots, oracle, page_gap};
 use crate::operators::projections::chain::{ChainProduct, parted};
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::{TableForm, Turning, positions_of};
@@ -449,6 +449,17 @@ impl Operator for KvProjection {
             return Vec::new();
         };
         holds(c.format(), c.page_size, given, [kv, cache])
+    }
+
+    fn invariant(_: &KvProjectionCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn batches(c: &KvProjectionCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            let [num_slots, _] = c.observed();
+            cut_slots(tensors, num_slots, &["slot_holds", "scale_is_least"], cut)
+        });
     }
 
     fn laws(c: &KvProjectionCase, laws: &mut Laws<'_, Self>) {

@@ -16,6 +16,7 @@ use crate::operator::declaration::{Axis, TensorSpec};
 use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
+use crate::operators::formats::cut_scales;
 use crate::operators::formats::quantize_fp8::{format_of, layout_of_oracle};
 use crate::record::Operands;
 
@@ -274,6 +275,14 @@ impl LinearCase {
             global("x_global_scale"),
             global("w_global_scale"),
         ]
+    }
+
+    /// The scales of a cut's rows of x.
+    fn cut_x_scales(&self, tensors: &mut Tensors, cut: &Cut) {
+        let groups = self.in_features.div_ceil(self.group.max(1));
+        let (layout, bytes) = (layout_of_oracle(self.layout), self.scale_bytes);
+        let scales = |rows| Scales { layout, bytes, rows, groups };
+        cut_scales(tensors, "x_scales", self.num_tokens, scales, cut);
     }
 
     fn features(&self, name: &'static str, extent: usize) -> Axis {
@@ -727,6 +736,17 @@ impl Operator for Linear {
         };
         run.ran_backward(ran);
         Ok(())
+    }
+
+    fn invariant(_: &LinearCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn batches(c: &LinearCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            c.cut_x_scales(tensors, cut);
+            Vec::new()
+        });
     }
 
     fn laws(c: &LinearCase, laws: &mut Laws<'_, Self>) {

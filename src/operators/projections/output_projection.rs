@@ -450,6 +450,10 @@ impl Operator for OutputProjection {
         Ok(())
     }
 
+    fn invariant(_: &OutputProjectionCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
     fn laws(c: &OutputProjectionCase, laws: &mut Laws<'_, Self>) {
         if c.quantized == Quantized::None {
             laws.scale_upstreams();

@@ -248,6 +248,10 @@ impl Operator for QueryNormRope {
         Ok(())
     }
 
+    fn invariant(_: &QueryNormRopeCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &QueryNormRopeCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");

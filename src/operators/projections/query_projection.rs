@@ -414,6 +414,10 @@ impl Operator for QueryProjection {
         Ok(())
     }
 
+    fn invariant(_: &QueryProjectionCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
     fn laws(c: &QueryProjectionCase, laws: &mut Laws<'_, Self>) {
         if !c.quantized {
             laws.scale_upstreams();

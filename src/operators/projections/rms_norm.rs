@@ -244,6 +244,10 @@ impl Operator for RmsNorm {
         run.launch(|device| launcher::backward(device, &v.without(&["y_of_saving_forward"])))
     }
 
+    fn invariant(_: &RmsNormCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &RmsNormCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         let halved = [("y", 0.5), ("dx", 0.5), ("dweight", 1.0), ("rstd", 1.0)];

@@ -446,6 +446,24 @@ impl Operator for Rope {
         Ok(())
     }
 
+    fn invariant(_: &RopeCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
+    fn batches(c: &RopeCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            // A table with a row for each token is computed for these tokens.
+            if c.table != TableForm::RowPerToken {
+                return Vec::new();
+            }
+            let positions = tensors.i32s("table_positions");
+            let of_cut: Vec<i32> = cut.order.iter().map(|&row| positions[row]).collect();
+            tensors.put("table_positions", HostTensor::from_i32(&[of_cut.len()], &of_cut));
+            let computed = |name| Same::along(name, 0, &cut.pairs());
+            vec![computed("table_cos"), computed("table_sin")]
+        });
+    }
+
     fn laws(_: &RopeCase, laws: &mut Laws<'_, Self>) {
         laws.scale("x scales y once", "x", 8.0, &[("y", 8.0), ("dx", 1.0)]);
         laws.separate("num_tokens", "tokens may be permuted");

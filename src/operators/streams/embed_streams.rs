@@ -186,6 +186,10 @@ impl Operator for EmbedStreams {
         run.launch(|device| launcher::backward(device, &v.without(&["out"]), c.num_streams))
     }
 
+    fn invariant(_: &EmbedStreamsCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &EmbedStreamsCase, laws: &mut Laws<'_, Self>) {
         laws.scale("rows are copied", "table", 0.5, &[("out", 0.5), ("dtable", 1.0)]);
         laws.scale_upstreams();

@@ -403,6 +403,19 @@ impl Operator for MhcBlock {
         run.launch(|device| mhc_post_mix_pre::site_backward(device, &site, numbers))
     }
 
+    fn invariant(_: &MhcBlockCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn batches(_: &MhcBlockCase, batches: &mut Batches<'_, Self>) {
+        batches.rows_with("num_tokens", |tensors, cut| {
+            // Each token's own row.
+            let rows: Vec<i32> = (0..cut.order.len() as i32).collect();
+            tensors.set_i32s(ROWS, &rows);
+            Vec::new()
+        });
+    }
+
     fn laws(_: &MhcBlockCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.independent("num_tokens");

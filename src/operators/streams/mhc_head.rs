@@ -290,6 +290,10 @@ impl Operator for MhcHead {
         })
     }
 
+    fn invariant(_: &MhcHeadCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
     fn laws(_: &MhcHeadCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");

@@ -311,6 +311,10 @@ impl Operator for MhcMix {
         })
     }
 
+    fn invariant(_: &MhcMixCase, path: bool) -> &'static [BatchAxis] {
+        if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
     fn laws(_: &MhcMixCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");

@@ -159,6 +159,10 @@ impl Operator for MhcPost {
         run.launch(|device| launcher::backward(device, &v.without(&["out"])))
     }
 
+    fn invariant(_: &MhcPostCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(_: &MhcPostCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         let counts_in = |changed: &'static str| {

@@ -381,6 +381,21 @@ impl Operator for MhcPostMixPre {
         })
     }
 
+    fn invariant(_: &MhcPostMixPreCase, path: bool) -> &'static [BatchAxis] {
+        const ALL: &[BatchAxis] = &[BatchAxis::Company, BatchAxis::Buckets, BatchAxis::Forms];
+        if path { ALL } else { &ALL[2..] }
+    }
+
+    fn batches(_: &MhcPostMixPreCase, batches: &mut Batches<'_, Self>) {
+        batches.of_rows();
+        let every: Vec<(usize, usize)> = batches.every("num_tokens");
+        let same = WRITTEN.map(|name| Same::along(name, 0, &every)).to_vec();
+        batches.run(BatchAxis::Forms, "fused against separate operators", |v| {
+            v.case.separate = !v.case.separate;
+            same
+        });
+    }
+
     fn laws(_: &MhcPostMixPreCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         laws.separate("num_tokens", "tokens may be permuted");

@@ -225,6 +225,10 @@ impl Operator for MhcPre {
         })
     }
 
+    fn invariant(_: &MhcPreCase, _: bool) -> &'static [BatchAxis] {
+        BatchAxis::OF_ROWS
+    }
+
     fn laws(c: &MhcPreCase, laws: &mut Laws<'_, Self>) {
         laws.scale_upstreams();
         if c.norm {

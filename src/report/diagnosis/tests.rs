@@ -28,6 +28,7 @@ fn case(fields: Value, paths: &[&str], checks: Vec<CheckRecord>) -> CaseRecord {
         kernel_seconds: 0.0,
         oracle_seconds: 0.0,
         skips: Vec::new(),
+        batches: vec![],
         plan_number: None,
         untestable: None,
         seconds: None,
