@@ -63,6 +63,9 @@ pub struct RunArguments {
     shard: Option<Shard>,
     /// Divide the sweep over N processes, on all GPUs of the machine, and join it again
     ///
+    /// A sweep of all operators on GPUs has up to four on each, one for four cores, where nothing
+    /// else limits it. Oracles run on cores while kernels run.
+    ///
     /// Processes on one GPU share its memory: a case that needs much of it waits until that is
     /// free.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
@@ -103,6 +106,9 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
             "--jobs: it is for the emulator; --workers divides a sweep over GPUs, and over the memory of one"
         );
     }
+    if arguments.workers.is_none() && is_whole_sweep_on_gpus(&arguments, device.environment()) {
+        arguments.workers = Some(workers::usual(cores(), workers::gpus()?));
+    }
     let arguments = &arguments;
     // Before anything else runs: an input that cannot be parsed must not cost the report of a
     // finished sweep.
@@ -142,6 +148,15 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
     outcome::say_what_sees_more(&report)?;
     let exit = outcome::exit_of(&report, arguments.shard.is_none())?;
     Ok(if agreed { exit } else { Exit::Disagreed })
+}
+
+/// Whether this is a sweep of all operators on GPUs that nothing limits or keeps in one process.
+fn is_whole_sweep_on_gpus(arguments: &RunArguments, environment: &Environment) -> bool {
+    let RunArguments { ops, sweep, shard, time_budget, device, .. } = arguments;
+    let by_the_clock = time_budget.is_some() || sweep.profile().time_limit().is_some();
+    let one_process = shard.is_some() || by_the_clock || device.in_process;
+    let limited = ops.is_some() || sweep.cases.is_some() || sweep.edge_cases.is_some();
+    environment.backend == BackendKind::Cuda && !one_process && !limited
 }
 
 /// The requested profile, or the one that this sweep has time for.

@@ -28,8 +28,28 @@ use crate::sweep::merge::{self, Part};
 /// The environment variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
 
+/// Cores that a worker's oracles keep busy.
+const CORES_OF_A_WORKER: usize = 4;
+/// The most workers that share the memory of a GPU without being asked for.
+const MOST_OF_A_GPU: u32 = 4;
+
 /// How often the records are counted.
 const PACE: Duration = Duration::from_millis(500);
+
+/// The GPUs that workers use: the one that the environment names, or all.
+///
+/// # Errors
+/// The driver's.
+pub(super) fn gpus() -> Result<u32> {
+    if variable(GPU).is_some() { Ok(1) } else { Ok(cuda::device_count()?) }
+}
+
+/// Workers of a sweep of all operators on that many GPUs: as many on each, one for
+/// [`CORES_OF_A_WORKER`] cores, since oracles take most of a sweep's time.
+pub(super) fn usual(cores: usize, gpus: u32) -> u32 {
+    let of_each = cores / CORES_OF_A_WORKER / gpus.max(1) as usize;
+    gpus.max(1) * (of_each as u32).clamp(1, MOST_OF_A_GPU)
+}
 
 /// Sweeps with that many workers. Their files are removed when the report is complete; until then
 /// `--resume` continues from them.
@@ -257,4 +277,16 @@ fn shard_arguments(
         .flatten();
     let flags = flags.into_iter().filter(|(_, set)| *set).map(|(name, _)| name.into());
     [OsString::from("run")].into_iter().chain(valued).chain(flags).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::usual;
+
+    #[test]
+    fn every_gpu_has_as_many_workers_as_cores_keep_busy_and_at_most_four() {
+        let of = |cores, gpus| usual(cores, gpus);
+        assert_eq!([of(2, 1), of(8, 1), of(16, 1), of(64, 1)], [1, 2, 4, 4]);
+        assert_eq!([of(32, 2), of(16, 8), of(128, 8)], [8, 8, 32]);
+    }
 }
