@@ -6,15 +6,12 @@
 //! each layer:   u = norm(pre X)     y = attention(u)     X = comb^T X + post y
 //!               u = norm(pre X)     y = experts(u)       X = comb^T X + post y
 //! logits = head(norm(mhc_head(X)))
-//!
-//! MTP module (inference 12.2), of the streams X after the last layer:
-//! X = mtp_input(embedding of the next token, X), then a window layer, and logits with its own
-//! mhc_head and norm
 //! ```
 //!
 //! Weights are in the formats of a checkpoint (FP8 blocks, MXFP4 experts, bf16, fp32; wo_a is
-//! decoded), or all unquantized, as other implementations have them. What a cache would hold of a token is computed at once: the rows of K = V as the cache
-//! decodes them, entries of all whole groups, and the indexer's keys.
+//! decoded), or all unquantized, as other implementations have them. What a cache would hold of a
+//! token is computed at once: the rows of K = V as the cache decodes them, entries of all whole
+//! groups, and the indexer's keys.
 //!
 //! # Rounding points
 //!
@@ -26,12 +23,12 @@ use candle_core::Tensor;
 use crate::attention::sparse_attention::{self, Value};
 use crate::cache::compressor::{self, Epilogue, Finish};
 use crate::cache::kv_cache::RowFormat;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::experts::moe::{self, PlainProducts, QuantizedProducts};
 use crate::format::Format;
 use crate::formats::hadamard;
 use crate::formats::scale_layout::ScaleLayout;
-use crate::head::{lm_head, mtp_input};
+use crate::head::lm_head;
 use crate::indexer::indexer_logits::{self, Keys};
 use crate::indexer::indexer_query;
 use crate::indexer::topk::{self, Index};
@@ -110,7 +107,7 @@ pub struct Model {
     /// The layers and their weights, named as in [`Model::logits`].
     pub layers: Vec<(Kind, Named)>,
     /// The weights of the MTP module, where there is one: those of a window layer, of
-    /// [`mtp_input`], and `norm`, `head_fn`, `head_scale`, `head_base`.
+    /// [`crate::head::mtp_input`], and `norm`, `head_fn`, `head_scale`, `head_base`.
     pub module: Option<Named>,
 }
 
@@ -139,36 +136,6 @@ impl Model {
     pub fn logits(&self, token_ids: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
         let streams = self.streams(token_ids, rounding)?;
         self.head(&streams, &self.shared, rounding)
-    }
-
-    /// `[num_tokens - 1, vocab_size]` of the MTP module, stored in f32: row i is of the token after
-    /// the next one, i + 2.
-    ///
-    /// # Errors
-    /// Those of the operators; a model without a module.
-    pub fn draft_logits(&self, token_ids: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
-        let w = self.module.as_ref().ok_or(Error::Value {
-            argument: "module",
-            value: "absent".into(),
-            rule: "drafts are those of an MTP module",
-        })?;
-        let rows = token_ids.dim(0)?.saturating_sub(1);
-        let (read, next) = (token_ids.narrow(0, 0, rows)?, token_ids.narrow(0, 1, rows)?);
-        let model = self.shortened(rows)?;
-        let streams = model.streams(&read.contiguous()?, rounding)?;
-        let next = next.contiguous()?;
-        let embedding = self.embedding(&next, 1)?;
-        let (tokens, _, hidden) = embedding.dims3()?;
-        let inputs = w.clone().with("streams", streams);
-        let inputs = inputs.with("embedding", embedding.reshape((tokens, hidden))?);
-        let eps = self.numbers.streams.norm_eps;
-        let entering = match is_plain(w) {
-            true => mtp_input::forward(&inputs, eps, rounding)?,
-            false => mtp_input::forward_quantized(&inputs, eps, rounding)?,
-        };
-        let streams = rounding.bf16(entering.tensor("out")?)?;
-        let streams = model.layer(&streams, Kind::Window, w, &next, rounding)?;
-        model.head(&streams, w, rounding)
     }
 
     /// The same model for so many tokens.
@@ -527,5 +494,6 @@ fn lists(chosen: &[Vec<usize>], tokens: usize, window: usize) -> (Vec<i32>, usiz
     (padded.collect(), topk)
 }
 
+mod module;
 #[cfg(test)]
 mod tests;

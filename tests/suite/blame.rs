@@ -85,7 +85,7 @@ const MUTANTS: [(&str, &str); 28] = [
     ("mhc_pre_stream_left_out", "mhc_pre"),
     ("rms_norm_normalised_x_rounded", "rms_norm"),
     ("fp8_scale_without_its_ceiling", "quantize_fp8"),
-    ("linear_quantised_e8m0_as_a_number", "linear"),
+    ("linear_first_stage_again", "linear"),
     ("query_norm_rope_without_the_mean", "query_norm_rope"),
     ("kv_norm_rope_write_without_the_mean", "kv_norm_rope_write"),
     ("compressor_stream_score_without_ape", "compressor_stream"),

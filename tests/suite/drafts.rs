@@ -40,17 +40,20 @@ fn other(token: u32) -> u32 {
     (token + 1) % VOCAB_SIZE as u32
 }
 
-/// Feeds `text[from .. from + kept]` and `wrong` drafts that the model does not sample.
+/// `text[from .. from + kept]` and `wrong` drafts that the model does not sample.
+fn proposed(text: &[u32], from: usize, kept: usize, wrong: usize) -> Vec<u32> {
+    let rejected = (0..wrong).map(|at| other(text[from + kept + at]));
+    text[from..from + kept].iter().copied().chain(rejected).collect()
+}
+
+/// Feeds these, of which all but the wrong ones are kept.
 fn verified(
     model: &mut Model<'_>,
     sequence: SequenceId,
     text: &[u32],
-    from: usize,
-    kept: usize,
-    wrong: usize,
+    (from, kept, wrong): (usize, usize, usize),
 ) {
-    let rejected = (0..wrong).map(|at| other(text[from + kept + at]));
-    let tokens: Vec<u32> = text[from..from + kept].iter().copied().chain(rejected).collect();
+    let tokens = proposed(text, from, kept, wrong);
     let found = model.verify(&[Chunk { sequence, tokens: &tokens }], &[Sampling::GREEDY]);
     assert_eq!(found.expect("tokens"), [&text[from + 1..=from + kept]], "{from}, {kept}, {wrong}");
 }
@@ -94,9 +97,9 @@ fn rejected_drafts_leave_no_trace_in_any_cache() {
         let mut model = model(&layers, DRAFTING);
         let sequence = admitted(&mut model);
         logits_in(&mut model, sequence, &text[..6], &[6]);
-        verified(&mut model, sequence, &text, 6, 5, wrong);
+        verified(&mut model, sequence, &text, (6, 5, wrong));
         // Rows of the rejected drafts are written again.
-        verified(&mut model, sequence, &text, 11, 7, 0);
+        verified(&mut model, sequence, &text, (11, 7, 0));
         let contents = model.cache_contents().expect("contents");
         let drafted = model.draft_logits(&[Chunk { sequence, tokens: &text[18..19] }]);
         let rest = logits_in(&mut model, sequence, &text[18..24], &[6]);
@@ -138,8 +141,17 @@ fn every_number_of_drafts_is_rejected_at_every_place_of_a_group() {
         model.logits(&chunks).expect("logits")
     };
     fed(&mut model, &|&(start, ..)| text[..start].to_vec());
-    for (&sequence, &(start, step, kept)) in sequences.iter().zip(&places) {
-        verified(&mut model, sequence, &text, start, kept, step - kept);
+    let tokens: Vec<Vec<u32>> = places
+        .iter()
+        .map(|&(start, step, kept)| proposed(&text, start, kept, step - kept))
+        .collect();
+    let chunks = sequences.iter().zip(&tokens);
+    let chunks: Vec<Chunk<'_>> =
+        chunks.map(|(&sequence, tokens)| Chunk { sequence, tokens }).collect();
+    let sampling = vec![Sampling::GREEDY; chunks.len()];
+    let found = model.verify(&chunks, &sampling).expect("tokens");
+    for (found, &(start, step, kept)) in found.iter().zip(&places) {
+        assert_eq!(found, &text[start + 1..=start + kept], "{start}, {kept} of {step}");
     }
     let rest = fed(&mut model, &|&(start, _, kept)| text[start + kept..].to_vec());
     for (found, &(start, step, kept)) in rest.iter().zip(&places) {
