@@ -10,6 +10,7 @@
 //! - [`case`]: one comparison, one line of JSON, and how its inputs are drawn;
 //! - [`external`]: a third-party kernel in a separate process;
 //! - [`judge`]: what runs a case, what is compared, and how strictly;
+//! - [`blame`]: which call of a whole model, or of another stack, is outside its own budget;
 //! - [`record`]: the record of one case, and the journal of a run;
 //! - [`sweep`]: many cases, saved failing cases, and many workers that may be killed;
 //! - [`coverage`]: which lines of the kernels the cases of a sweep run;
