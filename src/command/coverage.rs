@@ -68,8 +68,7 @@ pub fn execute(arguments: &CoverageArguments) -> Result<Exit> {
     let open = || Ok(Device::open(BackendKind::Emulator, options.clone())?);
     let environment = open()?.environment().clone();
     let sweep = size.options(CheckOptions::everything(0), arguments.regressions.as_deref());
-    let regressions =
-        arguments.regressions.clone().map_or_else(Regressions::default_dir, |folder| folder);
+    let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     let saved = Regressions::new(regressions);
     let (mut cases, mut skipped) = (Vec::new(), 0);
     for operator in registry::select(ops.as_deref())? {

@@ -126,10 +126,14 @@ impl Budget {
         Self { variance: allowed.clone(), allowed, multiple: 0.0 }
     }
 
-    /// The first element whose exact value is finite and whose allowed error is not.
+    /// The first element whose exact value is finite and whose allowed error is not, or whose exact
+    /// value is beyond fp32, in which kernels compute.
     pub fn unbounded(&self, exact: &OracleTensor) -> Option<usize> {
-        (0..self.allowed.len())
-            .find(|&i| exact.values[i].is_finite() && !self.allowed[i].is_finite())
+        let is_beyond = |value: f64| value.abs() > f64::from(f32::MAX);
+        (0..self.allowed.len()).find(|&i| {
+            let value = exact.values[i];
+            value.is_finite() && (!self.allowed[i].is_finite() || is_beyond(value))
+        })
     }
 
     fn derive_row(
@@ -340,6 +344,10 @@ mod tests {
         let budget = Budget::derive(&exact, &runs.iter().collect::<Vec<_>>(), Steps::Exact);
         assert_eq!(budget.unbounded(&exact), Some(2));
         assert_eq!(Budget::derive(&exact, &[&exact, &exact], Steps::Exact).unbounded(&exact), None);
+        // No kernel can hold it.
+        let beyond = tensor(&[1, 2], vec![1.0, -1e39]);
+        let budget = Budget::derive(&beyond, &[&beyond, &beyond], Steps::Exact);
+        assert_eq!(budget.unbounded(&beyond), Some(1));
     }
 
     #[test]

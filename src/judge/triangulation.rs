@@ -161,8 +161,7 @@ fn compare_formula(name: &str, autograd: &[f64], formula: &[f64], cancelled: &[f
     // it.
     let rounding = norm * (f64::EPSILON * f64::from(f32::EPSILON)).sqrt();
     let pairs = autograd.iter().zip(formula).zip(cancelled);
-    let bounds = cancelled.iter().map(|cancelled| rounding + cancelled);
-    let judged = bounds.fold(true, |judged, bound| judged && bound.is_finite());
+    let judged = cancelled.iter().all(|cancelled| (rounding + cancelled).is_finite());
     let mut compared = pairs.map(|((a, b), cancelled)| ((a - b).abs(), rounding + cancelled));
     let apart = compared.find(|(apart, bound)| apart > bound || apart.is_nan());
     Finding {
@@ -259,5 +258,23 @@ impl Line<'_> {
             .zip(self.direction)
             .filter(|(_, v)| **v != 0.0);
         moved.map(|((x, g), _)| (x * g).abs()).sum::<f64>() * f64::EPSILON / step()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bound_that_is_no_number_is_not_judged_out_of_range_and_a_problem_within_it() {
+        let unbounded = || compare_formula("x", &[f64::NAN], &[1.0], &[0.0]);
+        let (outside, inside) = (unbounded().within(false), unbounded().within(true));
+        assert!(!outside.judged && outside.problem.is_none());
+        assert!(inside.judged && inside.problem.is_some());
+        // With a bound a difference is one, whatever the values are.
+        let apart = compare_formula("x", &[1.0], &[2.0], &[0.0]).within(false);
+        assert!(apart.judged && apart.problem.is_some());
+        assert!(in_range(f64::NEG_INFINITY) && in_range(-1e38));
+        assert!(!in_range(f64::INFINITY) && !in_range(f64::NAN) && !in_range(1e39));
     }
 }

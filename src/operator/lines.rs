@@ -322,3 +322,30 @@ fn buffers_on(
 pub(super) fn layout_of(spec: &TensorSpec, layouts: &Layouts) -> TensorLayout {
     layouts.get(spec.name).cloned().unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::operators::registry;
+
+    #[test]
+    fn numbers_with_which_no_right_kernel_computes_are_refused_by_their_fields() {
+        for (operator, field, value) in [
+            ("mhc_head", "magnitude", 1e39),
+            ("swiglu_quantize", "magnitude", 1e39),
+            ("hadamard", "magnitude", 1e-46),
+            ("rms_norm", "eps", 1e-46),
+            ("sparse_attention", "logit_shift", 4294967297.0),
+            ("sparse_attention", "logit_deviation", 1e30),
+            ("decode_attention", "logit_shift", -1e5),
+            ("score_recompute", "outside", 1e30),
+            ("grouped_linear_swiglu", "magnitude", 1e36),
+        ] {
+            let operator = registry::find(operator).expect("an operator");
+            let mut case = operator.example();
+            operator.check(&case).expect("the example");
+            case.fields.insert(field.to_owned(), value.into());
+            let refused = operator.check(&case).expect_err(field).to_string();
+            assert!(refused.contains(field), "{refused}");
+        }
+    }
+}

@@ -6,6 +6,7 @@
 //! | `golden::OPERATOR` | oracle and kernels against the golden files |
 //! | `refusals::OPERATOR` | each invalid argument of its launchers is rejected by name |
 //! | `numbers::OPERATOR` | extreme values of every integer of a case are rejected or judged |
+//! | `coverage::OPERATOR` | its cases run every line of its kernels, or a list has the reason |
 //! | `mutant::ID` | the expected check sees a planted bug; no check fails without the bug |
 //!
 //! `cargo test --test operators NAME` runs the tests whose names contain NAME. Without a filter,
@@ -13,6 +14,7 @@
 //! small share ([`dsv4_parity::change`]), and sweeps end early. `PARITY_TESTS=all` runs everything.
 //! What is skipped is counted and reported.
 
+mod coverage;
 mod golden;
 mod mutants;
 mod numbers;
@@ -56,7 +58,8 @@ impl Extent {
 
 /// Makes the test of one operator; a new kind of test is one more line.
 type Make = fn(&'static AnyOperator, Extent) -> Option<Trial>;
-const OF_EACH_OPERATOR: [Make; 4] = [sweeps::trial, golden::trial, refusals::trial, numbers::trial];
+const OF_EACH_OPERATOR: [Make; 5] =
+    [sweeps::trial, coverage::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {
     keep_freed_memory();

@@ -294,6 +294,7 @@ impl Operator for DecodeAttention {
         Specs::new(c.seed, first.into_iter().chain(stores.into_iter().flatten()).chain(last))
             .positive("softmax_scale", c.softmax_scale)
             .positive("logit_deviation", c.logit_deviation)
+            .shift_of_logits("logit_deviation", c.logit_deviation)
             .positive("row_magnitude", c.row_magnitude)
             .shift_of_logits("logit_shift", c.logit_shift)
     }

@@ -232,6 +232,7 @@ impl Operator for SparseAttention {
         let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
         specs
             .positive("logit_deviation", c.logit_deviation)
+            .shift_of_logits("logit_deviation", c.logit_deviation)
             .shift_of_logits("logit_shift", c.logit_shift)
     }
 

@@ -42,6 +42,9 @@ pub struct CompressorStreamCase {
     pub num_slots: usize,
     /// Rows of a slot: at least the slots of an entry plus the drafts.
     pub num_rows: usize,
+    /// Rows of each step behind those of the last sequence, as a bucket of fixed size has.
+    #[serde(default)]
+    pub spare_entries: usize,
     /// Whether every third sequence has a nonexistent slot, and every second one a row too many.
     pub hostile: bool,
     /// Tokens of a group, 1 to 128; 4 where groups overlap.
@@ -50,7 +53,7 @@ pub struct CompressorStreamCase {
     pub overlaps: bool,
     /// Channels of an entry, a multiple of 4 up to 512.
     pub head_dim: usize,
-    /// Channels that rotate, the last ones: a multiple of 4.
+    /// Channels that rotate, the last ones: an even number.
     pub rope_dim: usize,
     /// Positions of the table; entries beyond are NaN.
     pub table_rows: usize,
@@ -97,6 +100,7 @@ fn plain(
         position: 0,
         num_slots: 2 * num_sequences + 1,
         num_rows: slots + 1,
+        spare_entries: 0,
         hostile: false,
         ratio,
         overlaps,
@@ -143,6 +147,7 @@ impl CompressorStreamCase {
             }
             let [num_tokens, num_entries] =
                 [&cu_seqlens, &cu_entries].map(|ends| ends[self.num_sequences] as usize);
+            let num_entries = num_entries + self.spare_entries;
             steps.push(Step {
                 token,
                 num_tokens,
@@ -213,7 +218,7 @@ fn pieces(c: &CompressorStreamCase, host: &Tensors) -> Vec<Piece> {
             });
         }
         token += tokens[c.num_sequences] as usize;
-        entry += entries[c.num_sequences] as usize;
+        entry += entries[c.num_sequences] as usize + c.spare_entries;
     }
     pieces
 }
@@ -357,7 +362,7 @@ impl Operator for CompressorStream {
             prop_oneof![2 => Just(0usize), 1 => 1..=20usize],
         );
         let flags = (
-            any::<bool>(),
+            (any::<bool>(), prop_oneof![2 => Just(0usize), 1 => 1..=9usize]),
             any::<bool>(),
             0..=3usize,
             select(vec![2.0, 2.0, 0.3, 60.0]),
@@ -366,7 +371,7 @@ impl Operator for CompressorStream {
         (form, shape, flags, Data::strategy(-12..=12))
             .prop_map(|((overlaps, ratio, head, dtype), shape, flags, data)| {
                 let (sequences, chunks, staggered, drafts, position) = shape;
-                let (hostile, poison, more, scores, epilogue) = flags;
+                let ((hostile, spare_entries), poison, more, scores, epilogue) = flags;
                 let epilogue = of_width(epilogue, head[0]);
                 let ratio = if overlaps { OVERLAP_RATIO } else { ratio };
                 let plain = plain(sequences, &chunks, (ratio, overlaps), head);
@@ -376,6 +381,7 @@ impl Operator for CompressorStream {
                     staggered,
                     drafts,
                     position,
+                    spare_entries,
                     hostile,
                     poison,
                     dtype,
@@ -412,6 +418,18 @@ impl Operator for CompressorStream {
         let mut cases: Vec<_> = (1..13).map(|border| one(&[border, 13 - border])).collect();
         cases.extend([
             plain(0, &[3], OVERLAP, [16, 8]),
+            // Rows behind the last sequence's, more than there are sequences.
+            CompressorStreamCase {
+                spare_entries: 7,
+                ..further(plain(3, &[6, 2], OVERLAP, [16, 8]))
+            },
+            CompressorStreamCase { spare_entries: 5, ..plain(2, &[7], (3, false), [24, 8]) },
+            // The same of steps of one token.
+            CompressorStreamCase {
+                spare_entries: 3,
+                ..further(plain(9, &[1, 1], OVERLAP, [16, 8]))
+            },
+            CompressorStreamCase { spare_entries: 3, ..further(plain(9, &[1], OVERLAP, [12, 4])) },
             // A thread of which only the last pair is rotated.
             further(plain(3, &[6], OVERLAP, [16, 6])),
             further(plain(2, &[7], (3, false), [24, 14])),

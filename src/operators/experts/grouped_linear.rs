@@ -527,6 +527,8 @@ impl Operator for GroupedLinear {
                 far_apart(of(in_layout(mn, sorted([20, 3], 4, [136, 288])))),
                 extreme(of(masked([9, 3, 6], [20, 160]))),
                 small_weights(of(masked([9, 3, 6], [24, 96]))),
+                // Tiles without a partial row or k-block: scales are loaded four at a time.
+                exact(of(expecting(1, sorted([20, 3], 1, [256, 256])))),
                 extreme(of(expecting(40, in_layout(tiles, sorted([18, 2], 1, [24, 64]))))),
             ]);
         }

@@ -256,6 +256,9 @@ impl GroupedLinearSwigluCase {
     }
 }
 
+/// Largest magnitude of scales with which products, and their gate times up, are fp32 numbers.
+const MOST_MAGNITUDE: f64 = (1u64 << 40) as f64;
+
 impl Operator for GroupedLinearSwiglu {
     type Case = GroupedLinearSwigluCase;
 
@@ -330,6 +333,13 @@ impl Operator for GroupedLinearSwiglu {
         }
         if c.product_scale != ScaleType::E8m0 && c.product_layout == ScaleLayout::Blocked {
             return refuse("product_layout", "tiles of scales hold bytes");
+        }
+        if c.product.data.magnitude > MOST_MAGNITUDE {
+            let magnitude = c.product.data.magnitude;
+            return refuse(
+                "magnitude",
+                format!("{magnitude} is more than 2^40: products overflow"),
+            );
         }
         GroupedLinear::check(&c.product)
     }
@@ -409,6 +419,16 @@ impl Operator for GroupedLinearSwiglu {
                 hopper(of(long, mxfp4(32, masked([9, 3, 6], [48, 96])))),
             ),
             hopper(of(long, expecting(40, sorted([13, 4], 4, [256, 144])))),
+        ]
+    }
+
+    fn long_cases() -> Vec<GroupedLinearSwigluCase> {
+        // More work tiles for a block than it lists at its start; whole tiles, whose scales are
+        // loaded four at a time.
+        let distinct = |case| GroupedLinearCase { experts: Experts::Distinct, ..case };
+        vec![
+            hopper(of(Group::Row128, expecting(1, distinct(sorted([280, 280], 1, [256, 144]))))),
+            hopper(of(Group::Row128, mxfp4(32, expecting(1, sorted([13, 4], 4, [512, 256]))))),
         ]
     }
 

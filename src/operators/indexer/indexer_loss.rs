@@ -221,7 +221,9 @@ impl Operator for IndexerLoss {
         };
         let tensors = given.into_iter().chain(c.keys.tensors()).chain(written).chain(gradients);
         let specs = Specs::new(c.keys.seed, tensors).finite("loss_coeff", c.loss_coeff);
-        specs.positive("logit_deviation", c.logit_deviation)
+        specs
+            .positive("logit_deviation", c.logit_deviation)
+            .shift_of_logits("logit_deviation", c.logit_deviation)
     }
 
     fn check(c: &IndexerLossCase) -> Result<(), Refused> {

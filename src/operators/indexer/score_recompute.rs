@@ -271,8 +271,10 @@ impl Operator for ScoreRecompute {
         ];
         let tensors = operands.into_iter().chain(c.ranked().tensors()).chain(tensors);
         let specs = Specs::new(c.seed, tensors).positive("softmax_scale", c.softmax_scale);
-        let specs = specs.positive("logit_deviation", c.logit_deviation);
-        specs.shift_of_logits("logit_shift", c.logit_shift).finite("outside", c.outside)
+        let specs = specs
+            .positive("logit_deviation", c.logit_deviation)
+            .shift_of_logits("logit_deviation", c.logit_deviation);
+        specs.shift_of_logits("logit_shift", c.logit_shift).shift_of_logits("outside", c.outside)
     }
 
     fn check(c: &ScoreRecomputeCase) -> Result<(), Refused> {
