@@ -137,7 +137,7 @@ impl Scene {
         ];
         let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
         let blame = ["blame", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
-        let rest: [(&str, Vec<&str>); 20] = [
+        let rest: [(&str, Vec<&str>); 21] = [
             ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
             ("generate", [&generate[..], &["--backend", &backend]].concat()),
             ("blame", [&blame[..], &["--backend", &backend]].concat()),
@@ -179,6 +179,7 @@ impl Scene {
             ("ops", vec!["ops"]),
             ("doctor", vec!["doctor"]),
             ("compile", vec!["compile", "--arch", "sm_80"]),
+            ("coverage", [&["coverage", "--ops", "moe_map"][..], &few].concat()),
             ("completions", vec!["completions", "bash"]),
             ("man", vec!["man"]),
             ("help", vec!["help", "run"]),
@@ -831,8 +832,17 @@ fn the_help_names_every_environment_variable_that_is_read() {
 fn memory_is_an_option_where_inputs_are_made_and_nowhere_else() {
     let with = commands().into_iter().filter(|name| name != "help");
     let with = with.filter(|name| Parity::new(&[name, "--help"]).run().stdout.contains("--memory"));
-    let expected =
-        ["bisect", "external", "external-worker", "golden", "mutants", "power", "replay", "run"];
+    let expected = [
+        "bisect",
+        "coverage",
+        "external",
+        "external-worker",
+        "golden",
+        "mutants",
+        "power",
+        "replay",
+        "run",
+    ];
     assert_eq!(with.collect::<BTreeSet<_>>(), expected.into_iter().map(str::to_owned).collect());
 }
 
