@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::ci::CiArguments;
 use super::progress::Terminal;
-use super::sweep::SweepArguments;
+use super::sweep::{Only, SweepArguments};
 use super::{DeviceArguments, Exit, MemoryArguments, outcome, output, replay};
 use crate::case::condition::Condition;
 use crate::external::adapter::Adapter;
@@ -231,6 +231,9 @@ fn replayed(arguments: &ExternalArguments) -> String {
     }
     if arguments.forward_only {
         text += " --forward-only";
+    }
+    if let Some(Only::BatchInvariance) = arguments.sweep.only {
+        text += " --only batch_invariance";
     }
     text + &format!(" --time-limit {}", arguments.time_limit)
 }

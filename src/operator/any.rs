@@ -64,6 +64,7 @@ pub(super) trait Declaration: Send + Sync {
     fn typical(&self) -> Vec<AnyCase>;
     fn edge_cases(&self, profile: Profile) -> Vec<AnyCase>;
     fn long_cases(&self) -> Vec<AnyCase>;
+    fn invariant_cases(&self) -> Vec<AnyCase>;
     fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String>;
     fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark>;
 }
@@ -163,6 +164,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn long_cases(&self) -> Vec<AnyCase> {
         all::<K>(K::long_cases())
+    }
+
+    fn invariant_cases(&self) -> Vec<AnyCase> {
+        all::<K>(K::invariant_cases())
     }
 
     fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String> {
@@ -356,7 +361,9 @@ impl AnyOperator {
             if turn % 2 == 0 { on_one_sm(case) } else { case }
         });
         let long = self.0.long_cases().into_iter().map(|case| on_one_sm(with_unlike_gaps(&case)));
-        let own = own.chain(grown).chain(long);
+        let asked = self.0.invariant_cases();
+        let asked = asked.iter().filter_map(asked_for_invariance);
+        let own = own.chain(grown).chain(long).chain(asked);
         let varied = self.0.typical().into_iter().flat_map(|case| {
             let specs = case.tensors();
             let special = Special::OF_CLAMPS
@@ -365,9 +372,7 @@ impl AnyOperator {
                 .map(with_special);
             let laid_out = layouts::edge_cases(&specs).into_iter();
             let laid_out = laid_out.map(|layouts| Choices { layouts, ..Choices::default() });
-            let asked = Choices { invariant: true, ..Choices::default() };
-            let asked = has_invariant_path(&*case).then_some(asked);
-            let choices: Vec<Choices> = special.chain(laid_out).chain(asked).collect();
+            let choices: Vec<Choices> = special.chain(laid_out).collect();
             choices.into_iter().map(move |choices| line(&*case, &choices))
         });
         let gridded = self.with_other_sms();
@@ -549,6 +554,12 @@ impl AnyOperator {
 fn with_unlike_gaps(case: &AnyCase) -> Case {
     let layouts = layouts::unlike_gaps(&case.tensors());
     line(&**case, &Choices { layouts, ..Choices::default() })
+}
+
+/// The case on its invariant path, if there is one.
+fn asked_for_invariance(case: &AnyCase) -> Option<Case> {
+    let asked = Choices { invariant: true, ..Choices::default() };
+    has_invariant_path(&**case).then(|| line(&**case, &asked))
 }
 
 fn with_special(special: Special) -> Choices {

@@ -276,6 +276,11 @@ pub trait Operator: Sized + Send + Sync + 'static {
         &[]
     }
 
+    /// Cases that every sweep runs on the invariant path, where they have one.
+    fn invariant_cases() -> Vec<Self::Case> {
+        Self::typical()
+    }
+
     /// The rows of the case in other batches. Default: those that the layer makes of the axis of
     /// rows.
     fn batches(_case: &Self::Case, batches: &mut Batches<'_, Self>) {

@@ -7,8 +7,8 @@ use dsv4_runtime::BackendKind;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
-    BaseRecord, ChangeRecord, CheckRecord, HeatMap, MutantStatus, Report, SavedRecord, Seen,
-    ShardRecord, Skip, Verdict, agreement_of,
+    BaseRecord, BatchAxis, BatchRecord, ChangeRecord, CheckRecord, HeatMap, MutantStatus, Report,
+    SavedRecord, Seen, ShardRecord, Skip, Verdict, agreement_of,
 };
 
 use super::elements::hash;
@@ -363,8 +363,31 @@ fn the_power_of_verdicts_is_gathered_by_tensor_and_alarms_are_counted() {
 }
 
 #[test]
+fn batch_invariance_is_a_table_of_operators_by_axes_with_the_first_difference() {
+    let mut report = sample::passing(9);
+    assert!(!html(&report).contains("id=\"batches\""));
+    let record = |axis, declared, differ, message: &str| BatchRecord {
+        axis,
+        declared,
+        runs: 3,
+        differ,
+        message: message.to_owned(),
+    };
+    report.cases[0].batches = vec![
+        record(BatchAxis::Company, false, 2, "y company: num_rows 4 against 1"),
+        record(BatchAxis::Buckets, true, 0, ""),
+    ];
+    let page = html(&report);
+    for text in ["id=\"batches\"", "differs in 2 of 3", "declared", "num_rows 4 against 1"] {
+        assert!(page.contains(text), "`{text}` is not on the page");
+    }
+    let summary = markdown(&report);
+    assert!(summary.contains("| differs in 2 of 3 | declared | – |"), "{summary}");
+}
+
+#[test]
 fn checks_that_no_case_ran_are_named() {
-    let missing = "Checks that no case ran: oracle_gradients, sequence, schedule_independent.";
+    let missing = "Checks that no case ran: oracle_gradients, sequence, schedule_independent, batch_invariance.";
     assert!(html(&sample::passing(9)).contains(missing));
     assert!(markdown(&sample::passing(9)).contains(missing));
 }

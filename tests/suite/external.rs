@@ -118,6 +118,40 @@ pub fn fails(record: &CaseRecord, check: &str, tensor: &str) -> bool {
 
 // ---------------------------------------------------------------- what a kernel computes
 
+/// Ours, with the last bit of every value of y changed in batches of more than two rows.
+fn follows_the_batch() -> impl Call + 'static {
+    changed(|outputs, _| {
+        let y = outputs.get_mut("y").expect("y");
+        if y.shape[0] > 2 {
+            y.bytes.iter_mut().step_by(4).for_each(|byte| *byte ^= 1);
+        }
+    })
+}
+
+#[test]
+fn a_kernel_whose_bits_follow_the_batch_agrees_with_the_oracle_and_fails_batch_invariance() {
+    let line = RMS_NORM.replace(r#""dtype":"bf16""#, r#""dtype":"f32""#);
+    let usual = run(&line, ExternalOptions::default(), follows_the_batch());
+    assert!(!fails(&usual, "forward", "y"), "{}", sweep::failure_text(&usual));
+    assert!(usual.skips.iter().any(|skip| skip.what == "batch_invariance"), "{:?}", usual.skips);
+    let only = CheckOptions { only_batches: true, ..OPTIONS };
+    let judged = |call: Box<dyn Call>| {
+        let external = External::new(call, ExternalOptions::default());
+        sweep::run_case(&case(&line), Origin::Given, &external, only)
+    };
+    let record = judged(Box::new(follows_the_batch()));
+    assert!(fails(&record, "batch_invariance", "y"), "{}", sweep::failure_text(&record));
+    assert!(!fails(&record, "batch_invariance", "rstd"));
+    let message = sweep::failure_text(&record);
+    for needle in ["company: num_rows 4 against 1", "first at row", "an external kernel"] {
+        assert!(message.contains(needle), "`{needle}` is not in `{message}`");
+    }
+    assert!(record.checks.iter().all(|check| check.check != "forward"));
+    let ours = judged(Box::new(Kernel(honest)));
+    assert_agrees(&ours);
+    assert!(ours.checks.iter().any(|check| check.check == "batch_invariance"));
+}
+
 #[test]
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
     for operator in concerned_operators() {

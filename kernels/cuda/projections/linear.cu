@@ -12,13 +12,10 @@
 // All three are out = A B^T (linear.h), with A and B as stored: ldmatrix transposes B of dx and
 // both operands of dw. A block computes one tile, 128 x 128 or, for up to 16 rows, 16 x 64. It
 // goes over k in stages of 64; cp.async keeps STAGES - 1 in flight while mma.sync multiplies one.
-// With few tiles k is split, and linear_sum adds the partial sums in order: the same bits each
-// time. The scalar kernels take any stride and shape.
-// One token: linear_forward_one, a warp or `splits` warps for each row of w, in plain fp32.
-// Batch invariance (Device::invariant): the parts of k follow from columns and depth, for any
-// number of rows. Within a part mma.sync adds k in steps of 16, in every tile; linear_sum, or
-// *_folded in registers, adds the parts in order. linear_forward_one does not run.
-//
+// With few tiles k is split, and linear_sum adds the partial sums in order. The scalar kernels take
+// any stride. One token: linear_forward_one, warps for whole rows of w, in plain fp32.
+// Batch invariance (Device::invariant): parts of k from columns and depth alone. In every tile
+// mma.sync adds k in steps of 16; linear_sum, or *_folded in registers, adds parts in order.
 // Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s, 67 us
 // for [65536, 4096]. Limit: of large tiles mma.sync, about two thirds of wgmma's rate; of small
 // tiles memory: 5 x 10 KB in flight a block, three blocks an SM (large: 3 x 32 KB, one). More than

@@ -19,8 +19,7 @@
 // Floor: 2 rows columns depth FLOP at 790 TFLOP/s; for few rows the bytes of w at 4.24 TB/s: FP8
 // [65536, 1536] 24 us, [7168, 16384] 28 us, half for four bits. Expected limit: for many rows
 // decoding, about 3 instructions an element and warp next to mma.sync; for few rows memory, one
-// stage of 4 to 5 KB in flight a block, four blocks an SM. Measured:
-// kernels/docs/linear_quantized.md.
+// stage of 4 to 5 KB in flight a block, four an SM. Measured: kernels/docs/linear_quantized.md.
 // Defines
 //   FORMAT   1: FP8, 2: MXFP4, 3: NVFP4
 //   GROUP    elements of x that share a scale: 128, of MXFP4 also 32; of NVFP4 16

@@ -11,15 +11,12 @@
 // depends on num_tokens, so few tokens keep all SMs busy. mhc_mix_coefficients adds a token's
 // partials in their order, by four lanes, a row of comb each. mhc_mix_coefficients_few takes a
 // block a token. mhc_mix_project_scalar takes layouts that 16 bytes do not fit.
-// Batch invariance (Device::invariant): splits from hidden_size alone, mhc_mix_project and
-// mhc_mix_coefficients for any number of tokens.
-//
+// Batch invariance (Device::invariant): splits from hidden_size, one projection, no *_few kernel.
 // Floors for a token of d channels: 8 d bytes; 576 d FLOPs, a quarter of the bytes' time at 790
 // TFLOP/s. 8192 tokens of 7168 channels: 111 us at 4.24 TB/s, of 4096 channels 63 us. Weights from
 // L2 add 0.4 of the streams' bytes. Shared memory loads take about 65 % of its rate.
 // Limit: tensor pipes, then issue slots; 54 % of the floor's rate on one H200. mhc_mix_hopper.cu
-// is faster from about 256 tokens on. Few tokens: two launches, two trips to memory, 39 dependent
-// passes.
+// is faster from about 256 tokens on. Few tokens: two launches, 39 dependent passes.
 // Launch: mhc_mix_project and mhc_mix_project_at_once token_tiles * splits blocks;
 // mhc_mix_project_few one a split of FEW_PIECES pieces; mhc_mix_project_scalar a warp a token,
 // splits 1; mhc_mix_coefficients ceil(num_tokens / (COEFFICIENT_THREADS / 4)) blocks,

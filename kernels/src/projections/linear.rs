@@ -38,6 +38,8 @@ const STEP_OF_ONE: usize = 512;
 const BLOCKS_OF_ONE: usize = 3;
 /// SMs of the GPU for which the parts of k of an invariant path are chosen.
 const NOMINAL_PROCESSORS: usize = 132;
+/// Above this many rows, blocks of an invariant path add all parts of k.
+const MANY_ROWS: usize = 256;
 /// Most parts of k of an invariant path with quantized operands.
 const MOST_QUANTIZED_PARTS: usize = 4;
 /// Values of k of a stage, and the least stages of a part of k; `DEPTH` in the kernel source.
@@ -336,11 +338,13 @@ impl Extents {
         self.invariant_parts(small).min(MOST_QUANTIZED_PARTS).min(stages)
     }
 
-    /// Whether blocks of an invariant path add all parts of k: their tiles fill the device.
+    /// Whether blocks of an invariant path add all parts of k: their tiles fill the device, or the
+    /// sums of the parts would take much memory. Either way gives the same bits.
     fn folds(self, device: &Device, tiles: &Tiles) -> bool {
         let parts = self.invariant_parts(&SMALL);
         let [count, _] = self.grid(device, tiles);
-        parts > 1 && tiles.folded.is_some() && count >= device.environment().processors as usize
+        let many = count >= device.environment().processors as usize || self.rows > MANY_ROWS;
+        parts > 1 && tiles.folded.is_some() && many
     }
 
     /// The same for the Hopper kernels, whose blocks process several tiles. The parts of k nearly
@@ -1102,4 +1106,24 @@ fn quantized_params(
     let params =
         product_params(params, [x_scales, w_scales])?.flag("scale_bytes", quantized.scale_bytes);
     how_stored(params, splits, out, before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_an_invariant_path_depend_on_columns_and_depth_alone() {
+        let parts = |rows: usize, columns: usize, depth: usize| {
+            let extents = Extents { groups: 1, rows, columns, depth };
+            [extents.invariant_parts(&SMALL), extents.quantized_parts()]
+        };
+        for (columns, depth, expected) in
+            [(1536, 7168, [16, 4]), (65_536, 1536, [1, 1]), (24, 40, [1, 1]), (512, 7168, [28, 4])]
+        {
+            for rows in [0, 1, 16, 17, 4096] {
+                assert_eq!(parts(rows, columns, depth), expected, "{rows} {columns} {depth}");
+            }
+        }
+    }
 }

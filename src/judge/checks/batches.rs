@@ -2,7 +2,6 @@
 
 use dsv4_runtime::{BackendKind, Contract, HostTensor};
 
-use super::differences::with_hint;
 use super::{Outcome, launched, memory_checks};
 use crate::judge::runner::Runner;
 use crate::operator::{BatchRun, KernelRun, OracleTensor, PreparedCase, Same};
@@ -64,8 +63,7 @@ impl Pair<'_> {
             };
             let problem = difference.map(|difference| {
                 let BatchRun { axis, extents, .. } = self.run;
-                let problem = format!("{axis}: {extents}: {difference}; {}", self.choice(runner));
-                with_hint(problem, runner, || true)
+                format!("{axis}: {extents}: {difference}; {}", self.choice(runner))
             });
             if first.is_empty()
                 && let Some(problem) = &problem

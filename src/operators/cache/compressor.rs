@@ -570,7 +570,7 @@ impl Operator for Compressor {
     }
 
     fn invariant(_: &CompressorCase, _: bool) -> &'static [BatchAxis] {
-        BatchAxis::OF_ROWS
+        &[BatchAxis::Company]
     }
 
     fn batches(c: &CompressorCase, batches: &mut Batches<'_, Self>) {

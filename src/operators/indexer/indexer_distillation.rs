@@ -400,6 +400,10 @@ impl Operator for IndexerDistillation {
         Ok(())
     }
 
+    fn invariant(_: &IndexerDistillationCase, _: bool) -> &'static [BatchAxis] {
+        &[BatchAxis::Chunks]
+    }
+
     fn batches(c: &IndexerDistillationCase, batches: &mut Batches<'_, Self>) {
         // The loss is a mean over the tokens.
         batches.except(&["dvalues", "dindex_q", "dindex_w"]);

@@ -328,6 +328,7 @@ impl Operator for Linear {
         ],
         paths: &[
             "linear_forward_large",
+            "linear_forward_large_folded",
             "linear_forward_one",
             "linear_forward_small",
             "linear_forward_scalar",
@@ -364,6 +365,7 @@ impl Operator for Linear {
             "backward linear_dx<library>",
             "backward linear_dw<library>",
             "backward linear_dx_large",
+            "backward linear_dx_large_folded",
             "backward linear_dx_small",
             "backward linear_dx_scalar",
             "backward linear_dw_large",
@@ -740,6 +742,15 @@ impl Operator for Linear {
 
     fn invariant(_: &LinearCase, path: bool) -> &'static [BatchAxis] {
         if path { BatchAxis::OF_ROWS } else { &[] }
+    }
+
+    fn invariant_cases() -> Vec<LinearCase> {
+        // Blocks that take all parts of k, of the forward and of dx.
+        let folded = [[260, 8, 264], [260, 264, 8]].map(|[tokens, outs, ins]| LinearCase {
+            output: Float::F32,
+            ..plain(tokens, outs, ins)
+        });
+        Self::typical().into_iter().chain(folded).collect()
     }
 
     fn batches(c: &LinearCase, batches: &mut Batches<'_, Self>) {
