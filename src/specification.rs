@@ -317,7 +317,7 @@ mod tests {
         for (document, first, last) in [
             (Document::Inference, "0", "19"),
             (Document::Training, "0", "14"),
-            (Document::FailureModes, "01", "176"),
+            (Document::FailureModes, "01", "177"),
         ] {
             let own: Vec<_> =
                 sections().iter().filter(|section| section.citation.document == document).collect();
