@@ -331,7 +331,7 @@ mod tests {
         }
         let modes =
             sections().iter().filter(|section| section.citation.document == Document::FailureModes);
-        assert_eq!(modes.count(), 176);
+        assert_eq!(modes.count(), 177);
     }
 
     #[test]
