@@ -15,10 +15,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use dsv4_runtime::emulator::coverage::{Coverage, Ran};
-use dsv4_runtime::{Contract, Device, RuntimeError, SourceTree};
+use dsv4_runtime::{Contract, Device, SourceTree};
 use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
+use crate::judge::runner::shows_nothing;
 use crate::operators::registry;
 use crate::record::words;
 use crate::sweep::regressions::fixtures_dir;
@@ -216,13 +217,7 @@ fn launch_one(case: &Case, device: &Device) -> Result<Result<(), String>> {
     };
     match prepared.kernel(device, Contract::NAN) {
         Ok(_) => Ok(Ok(())),
-        Err(
-            error @ (RuntimeError::Compile { .. }
-            | RuntimeError::SourceMissing { .. }
-            | RuntimeError::SymbolMissing { .. }
-            | RuntimeError::BackendMissing { .. }
-            | RuntimeError::System { .. }),
-        ) => Err(error.into()),
+        Err(error) if shows_nothing(&error) => Err(error.into()),
         Err(error) => Ok(Err(words::message(error.to_string()))),
     }
 }

@@ -184,10 +184,6 @@ fn matrix_rate(device: &Device, operands: Operands) -> Result<Option<f64>> {
     let product =
         CudaBackend::new(ModuleCache::new(ModuleCache::default_dir())).and_then(|backend| {
             let addresses = [a.address, b.address, c.address];
-            let operands = match operands {
-                Operands::Bf16 => blaslt::Operands::Bf16,
-                Operands::E4m3 => blaslt::Operands::E4m3,
-            };
             blaslt::matmul_seconds(&backend, operands, MATRIX, addresses, REPEATS)
         });
     match product {

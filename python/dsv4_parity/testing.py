@@ -83,7 +83,7 @@ class Case:
         line, forms = _native.case_of_sizes(self.line, shapes)
         case = Case(line)
         given = {name: _bytes(name, dtype, shape, tensors[name]) for name, dtype, shape in forms}
-        case._given = {**{n: t for n, t in self._given.items() if n not in given}, **given}
+        case._given = {**self._given, **given}
         content = hashlib.blake2s(digest_size=4)
         for name, data in sorted(case._given.items()):
             content.update(name.encode() + b"=" + data)

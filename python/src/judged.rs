@@ -202,11 +202,12 @@ pub fn judge(
     tensors: Given,
 ) -> PyResult<(String, String)> {
     let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
-    prepared(&case, tensors.clone())?;
+    let prepared = prepared(&case, tensors)?;
+    let prepared = &*prepared;
     let (record, raised) = py.detach(move || {
         let callable = Callable::new(call, replay);
         let options = CheckOptions { triangulate: false, ..CheckOptions::everything(0) };
-        let record = sweep::run_given(&case, tensors, &callable, options);
+        let record = sweep::run_prepared(&case, prepared, &callable, options);
         (record, callable.raised.into_inner())
     });
     if let Some(error) = raised {

@@ -14,7 +14,7 @@ use crate::case::Case;
 use crate::operator::AnyOperator;
 use crate::operator::actual::ByName;
 use crate::operator::call::Call;
-use crate::operator::declaration::{Part, TensorSpec};
+use crate::operator::declaration::TensorSpec;
 
 /// Numbers and words by the paths of their fields.
 pub type Fields = Map<String, Value>;
@@ -91,7 +91,7 @@ fn declared(
     if !fits(&call, tensors) {
         return Err(None);
     }
-    let read = || call.specs().present().filter(|spec| is_read(spec));
+    let read = || call.specs().present().filter(|spec| spec.is_read());
     let missing = read().filter(|spec| !tensors.contains_key(spec.name)).count();
     let other = |spec: &&TensorSpec| {
         tensors.get(spec.name).is_some_and(|tensor| tensor.shape != spec.shape())
@@ -100,14 +100,10 @@ fn declared(
     Ok((call, (missing, others)))
 }
 
-fn is_read(spec: &TensorSpec) -> bool {
-    matches!(spec.part, Part::Input | Part::State)
-}
-
 /// Whether the case has these tensors, with their types and axes.
 fn fits(call: &Call, tensors: &ByName) -> bool {
     call.specs().all().iter().filter(|spec| spec.is_stored()).all(|spec| {
-        match (is_read(spec), spec.present, tensors.get(spec.name)) {
+        match (spec.is_read(), spec.present, tensors.get(spec.name)) {
             (true, false, Some(_)) => false,
             (_, true, Some(tensor)) => {
                 tensor.dtype == spec.dtype && tensor.shape.len() == spec.axes.len()

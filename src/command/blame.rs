@@ -4,14 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, Sampling};
-use dsv4_kernels::model::weights::Weights;
-use dsv4_runtime::BackendKind;
+use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::progress;
+use super::checkpoint::{loaded, usual_kernels};
 use super::{DeviceArguments, Exit, output};
 use crate::blame::calls::{self, Called};
 use crate::blame::summary::Blame;
@@ -112,12 +109,7 @@ fn recorded(arguments: &BlameArguments) -> Result<Blame> {
     let folder = arguments.model.as_deref().context("--model is missing")?;
     let checkpoint = Checkpoint::open(folder)?;
     let (device, config) = (arguments.device.open()?, checkpoint.config());
-    let bar = progress(checkpoint.total_bytes());
-    let weights = Weights::load(&device, &checkpoint, &mut |name, bytes| {
-        bar.set_message(name.to_owned());
-        bar.inc(bytes as u64);
-    })?;
-    bar.finish_and_clear();
+    let weights = loaded(&device, &checkpoint)?;
     let tokens = arguments.prompt_tokens.len() + arguments.max_tokens;
     let limits = Limits {
         num_pages: tokens.div_ceil(128).max(1),
@@ -126,12 +118,7 @@ fn recorded(arguments: &BlameArguments) -> Result<Blame> {
         num_snapshots: 0,
         drafts: config.num_mtp_layers > 0 && arguments.chunk > 1,
     };
-    let implementation = match device.environment().backend {
-        BackendKind::Emulator => Implementation::Portable,
-        _ => Implementation::Auto,
-    };
-    let kernels = Kernels { implementation, batch_invariant: false };
-    let mut model = Model::new(&device, config, weights, limits, kernels)?;
+    let mut model = Model::new(&device, config, weights, limits, usual_kernels(&device))?;
     let (tap, calls) = calls::recorder(config);
     model.set_tap(Some(tap));
     run(&mut model, arguments, limits.drafts)?;

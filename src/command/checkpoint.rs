@@ -6,9 +6,13 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use dsv4_kernels::cache::cache_layout::LayerKind;
+use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::checkpoint::tensors::{self, LayerId, TensorSpec};
 use dsv4_kernels::model::config::Config;
+use dsv4_kernels::model::engine::Kernels;
+use dsv4_kernels::model::weights::Weights;
+use dsv4_runtime::{BackendKind, Device};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use super::{Exit, output};
@@ -120,8 +124,29 @@ impl CheckpointArguments {
     }
 }
 
+/// A checkpoint's weights on a device, with a bar of the bytes on their way.
+pub(super) fn loaded<'d>(device: &'d Device, checkpoint: &Checkpoint) -> Result<Weights<'d>> {
+    let bar = progress(checkpoint.total_bytes());
+    let weights = Weights::load(device, checkpoint, &mut |name, bytes| {
+        bar.set_message(name.to_owned());
+        bar.inc(bytes as u64);
+    })?;
+    bar.finish_and_clear();
+    Ok(weights)
+}
+
+/// The kernels that a model runs there unless others are asked for.
+pub(super) fn usual_kernels(device: &Device) -> Kernels {
+    // The Hopper kernels run on the emulator, too, but slower.
+    let implementation = match device.environment().backend {
+        BackendKind::Emulator => Implementation::Portable,
+        _ => Implementation::Auto,
+    };
+    Kernels { implementation, batch_invariant: false }
+}
+
 /// A bar of bytes.
-pub(super) fn progress(bytes: usize) -> ProgressBar {
+fn progress(bytes: usize) -> ProgressBar {
     let bar =
         if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(bytes as u64) };
     let template = "{msg:40!} {wide_bar} {bytes}/{total_bytes} {elapsed}";

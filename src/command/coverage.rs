@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_runtime::emulator::{EmulatorOptions, coverage as counts};
 use dsv4_runtime::{BackendKind, Device, DeviceOptions};
-use indicatif::{ProgressBar, ProgressStyle};
 
+use super::progress::bar;
 use super::sweep::SweepArguments;
 use super::{BackendChoice, DeviceArguments, Exit, cores, output};
 use crate::coverage::{self, KernelCoverage, Reasons};
@@ -77,7 +77,7 @@ pub fn execute(arguments: &CoverageArguments) -> Result<Exit> {
         cases.extend(planned.into_iter().map(|planned| planned.case));
         skipped += skips.iter().map(|skip| skip.count).sum::<u64>();
     }
-    let bar = bar(cases.len());
+    let bar = bar(cases.len(), "launching");
     let devices = arguments.jobs.map_or_else(cores, usize::from);
     let launched = coverage::launch(&cases, devices, &open, &|| bar.inc(1))?;
     bar.finish_and_clear();
@@ -136,14 +136,4 @@ fn summarize(
     outln!("{}", if unexplained == 0 { output::good(head) } else { output::bad(head) });
     outln!("{cases} cases launched, {skipped} skipped");
     Ok(())
-}
-
-/// A bar that only a terminal shows.
-fn bar(cases: usize) -> ProgressBar {
-    let bar =
-        if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(cases as u64) };
-    if let Ok(style) = ProgressStyle::with_template("launching {bar:40} {pos}/{len} {elapsed}") {
-        bar.set_style(style);
-    }
-    bar
 }

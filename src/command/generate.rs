@@ -5,14 +5,11 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, Sampling};
-use dsv4_kernels::model::weights::Weights;
-use dsv4_runtime::BackendKind;
+use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::progress;
+use super::checkpoint::{loaded, usual_kernels};
 use super::{DeviceArguments, Exit, output};
 use crate::model::reference::{self, Choice};
 
@@ -74,15 +71,11 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
     }
     let checkpoint = Checkpoint::open(&arguments.model)?;
     let device = arguments.device.open()?;
-    let bar = progress(checkpoint.total_bytes());
-    let weights = Weights::load(&device, &checkpoint, &mut |name, bytes| {
-        bar.set_message(name.to_owned());
-        bar.inc(bytes as u64);
-    })?;
-    bar.finish_and_clear();
+    let weights = loaded(&device, &checkpoint)?;
     let tokens = arguments.prompt_tokens.len() + max_tokens;
     let config = checkpoint.config();
-    let drafts = arguments.drafts.unwrap_or(config.num_mtp_layers.min(arguments.chunk - 1));
+    let drafts =
+        arguments.drafts.unwrap_or(config.num_mtp_layers.min(arguments.chunk.saturating_sub(1)));
     let limits = Limits {
         num_pages: tokens.div_ceil(128),
         num_sequences: 1,
@@ -90,17 +83,11 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
         num_snapshots: 0,
         drafts: drafts > 0,
     };
-    // The Hopper kernels run on the emulator, too, but slower.
-    let implementation = match device.environment().backend {
-        BackendKind::Emulator => Implementation::Portable,
-        _ => Implementation::Auto,
-    };
     let oracle = arguments
         .reference
         .then(|| reference::oracle(&device, config, &weights, tokens))
         .transpose()?;
-    let kernels = Kernels { implementation, batch_invariant: false };
-    let mut model = Model::new(&device, config, weights, limits, kernels)?;
+    let mut model = Model::new(&device, config, weights, limits, usual_kernels(&device))?;
     let start = Instant::now();
     let sampling = Sampling { temperature, top_p, seed };
     let text = generated(&mut model, arguments, drafts, sampling)?;

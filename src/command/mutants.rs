@@ -10,9 +10,10 @@ use clap::Args;
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::process::this_program;
 use dsv4_runtime::{BackendKind, Device, DeviceOptions, Environment};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::json;
 
+use super::progress::bar;
 use super::{DeviceArguments, Exit, command_line, cores, output};
 use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::journal::Journal;
@@ -395,7 +396,7 @@ impl Terminal {
 
 impl Shown for Terminal {
     fn stage(&self, length: usize, name: &str) {
-        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = progress(length, name);
+        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = bar(length, name);
     }
 
     fn step(&self) {
@@ -443,16 +444,6 @@ fn folder_of(path: &Path) -> PathBuf {
     } else {
         path.parent().map_or_else(PathBuf::new, Path::to_owned)
     }
-}
-
-fn progress(length: usize, message: &str) -> ProgressBar {
-    let bar =
-        if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
-    if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
-        bar.set_style(style);
-    }
-    bar.set_message(message.to_owned());
-    bar
 }
 
 /// Prints the result of a mutant, with the changed line.

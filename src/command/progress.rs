@@ -20,6 +20,17 @@ const MOST_NOTES: usize = 2;
 /// The exit code of an interrupted process: 128 and the number of the signal.
 const INTERRUPTED: i32 = 130;
 
+/// A bar that only a terminal shows.
+pub(super) fn bar(length: usize, message: &str) -> ProgressBar {
+    let bar =
+        if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
+    if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
+        bar.set_style(style);
+    }
+    bar.set_message(message.to_owned());
+    bar
+}
+
 /// A progress bar, notes of the first failing cases, and the message after an interrupt.
 pub(super) struct Terminal {
     out: PathBuf,

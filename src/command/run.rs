@@ -106,7 +106,7 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
             "--jobs: it is for the emulator; --workers divides a sweep over GPUs, and over the memory of one"
         );
     }
-    if arguments.workers.is_none() && is_whole_sweep_on_gpus(&arguments, device.environment()) {
+    if is_whole_sweep_on_gpus(&arguments, device.environment()) {
         arguments.workers = Some(workers::usual(cores(), workers::gpus()?));
     }
     let arguments = &arguments;
@@ -152,23 +152,23 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
 
 /// Whether this is a sweep of all operators on GPUs that nothing limits or keeps in one process.
 fn is_whole_sweep_on_gpus(arguments: &RunArguments, environment: &Environment) -> bool {
-    let RunArguments { ops, sweep, shard, time_budget, device, .. } = arguments;
-    let by_the_clock = time_budget.is_some() || sweep.profile().time_limit().is_some();
-    let one_process = shard.is_some() || by_the_clock || device.in_process;
-    let limited = ops.is_some() || sweep.cases.is_some() || sweep.edge_cases.is_some();
-    environment.backend == BackendKind::Cuda && !one_process && !limited
+    let by_the_clock = arguments.sweep.profile().time_limit().is_some();
+    let one_process = by_the_clock || arguments.device.in_process;
+    environment.backend == BackendKind::Cuda && !one_process && !is_limited(arguments)
+}
+
+/// Whether this is a part of a sweep, or is divided over processes.
+fn is_limited(arguments: &RunArguments) -> bool {
+    let RunArguments { ops, sweep, shard, workers, time_budget, .. } = arguments;
+    let of_some_cases = ops.is_some() || sweep.cases.is_some() || sweep.edge_cases.is_some();
+    of_some_cases || time_budget.is_some() || shard.is_some() || workers.is_some()
 }
 
 /// The requested profile, or the one that this sweep has time for.
 fn profile(arguments: &RunArguments, environment: &Environment) -> Result<Profile> {
-    let RunArguments { ops, sweep, shard, workers, time_budget, .. } = arguments;
+    let RunArguments { sweep, shard, workers, .. } = arguments;
     let divided = shard.map(|_| "--shard").or(workers.map(|_| "--workers"));
-    let limited = ops.is_some()
-        || sweep.cases.is_some()
-        || sweep.edge_cases.is_some()
-        || time_budget.is_some()
-        || divided.is_some();
-    let usual = if environment.backend == BackendKind::Emulator && !limited {
+    let usual = if environment.backend == BackendKind::Emulator && !is_limited(arguments) {
         Profile::Smoke
     } else {
         Profile::Quick

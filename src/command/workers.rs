@@ -64,7 +64,7 @@ pub(super) fn sweep(
             .with_context(|| format!("removing {}", folder.display()))?;
     }
     std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
-    let gpus = if environment.backend == BackendKind::Cuda { cuda::device_count()? } else { 0 };
+    let gpus = if environment.backend == BackendKind::Cuda { gpus()? } else { 0 };
     if gpus > 0 {
         divide_memory(workers, gpus, &folder)?;
         // Otherwise each worker would compile all of them.

@@ -50,20 +50,27 @@ impl RunError {
     }
 }
 
+/// Whether an error shows nothing about any case: kernels that do not compile, and a machine without
+/// enough memory, disk or processes.
+pub fn shows_nothing(error: &RuntimeError) -> bool {
+    matches!(
+        error,
+        RuntimeError::Compile { .. }
+            | RuntimeError::SourceMissing { .. }
+            | RuntimeError::SymbolMissing { .. }
+            | RuntimeError::BackendMissing { .. }
+            | RuntimeError::System { .. }
+    )
+}
+
 /// A fault is the kernel's failure; a missing device or a rejected argument is an error of the run.
-/// Kernels that do not compile, and a machine without enough memory, disk or processes, show
-/// nothing about any case.
 impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
             RuntimeError::Fault { .. } | RuntimeError::Load { .. } | RuntimeError::Cuda { .. } => {
                 Self::fail(error.to_string())
             }
-            RuntimeError::Compile { .. }
-            | RuntimeError::SourceMissing { .. }
-            | RuntimeError::SymbolMissing { .. }
-            | RuntimeError::BackendMissing { .. }
-            | RuntimeError::System { .. } => {
+            error if shows_nothing(&error) => {
                 Self { untestable: true, ..Self::error(error.to_string()) }
             }
             // A law's variant may need more memory than its case, because it keeps the layouts.

@@ -38,7 +38,7 @@ impl Call {
         within(&*case, self.specs(), &choices.layouts, size::limit())
             .map_err(|refused| field_error(case.name(), refused))?;
         let mut tensors = Tensors::default();
-        for spec in self.specs().present().filter(|spec| is_read(spec)) {
+        for spec in self.specs().present().filter(|spec| spec.is_read()) {
             let zeros = || {
                 let shape: Vec<usize> =
                     spec.axes.iter().map(|axis| self.extent_in(axis, given)).collect();
@@ -57,10 +57,6 @@ impl Call {
             |spec: &TensorSpec| given.get(spec.name)?.shape.get(spec.axis(axis.name)?).copied();
         self.specs().present().find_map(of).unwrap_or(axis.extent)
     }
-}
-
-fn is_read(spec: &TensorSpec) -> bool {
-    matches!(spec.part, Part::Input | Part::State)
 }
 
 impl Actual {
@@ -84,7 +80,7 @@ impl Actual {
 
     /// The tensors that the forward reads, in the order of their declaration.
     pub fn inputs(&self) -> impl Iterator<Item = &TensorSpec> {
-        self.specs.present().filter(|spec| is_read(spec))
+        self.specs.present().filter(|spec| spec.is_read())
     }
 
     /// The tensors that the forward writes and that are compared, in the order of their

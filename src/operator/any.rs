@@ -485,10 +485,15 @@ impl AnyOperator {
         case: &Case,
         limit: Limit,
     ) -> Result<Box<dyn PreparedCase>, CaseError> {
+        Ok(Box::new(self.drawn_within(case, limit)?))
+    }
+
+    /// The drawn inputs of a case, if its memory is within this limit.
+    pub(super) fn drawn_within(&self, case: &Case, limit: Limit) -> Result<Inputs, CaseError> {
         let (case, choices) = read(self.0, case)?;
         within(&*case, &case.tensors(), &choices.layouts, limit)
             .map_err(|refused| field_error(case.name(), refused))?;
-        Ok(Box::new(Inputs::draw(case, choices)?))
+        Inputs::draw(case, choices)
     }
 
     /// An upper bound of the bytes that the case takes of the machine's memory.

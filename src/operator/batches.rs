@@ -14,7 +14,7 @@ use super::declaration::{Part, Specs, TensorSpec};
 use super::declared::Operator;
 use super::inputs::Inputs;
 use super::laws::{AnyVariant, Variant};
-use super::lines::{Choices, line, read, within};
+use super::lines::{Choices, LAYOUTS, line, read, within};
 use super::size;
 use super::tensors::{Tensors, permuted_along};
 use super::{BatchRun, Batched, Same, format_of};
@@ -321,17 +321,18 @@ fn fits(specs: &Specs, tensors: &Tensors) -> Result<(), String> {
 /// Whether a field of this name holds a number.
 fn holds(fields: &Map<String, Value>, name: &str) -> bool {
     fields.iter().any(|(field, value)| match value {
-        Value::Object(within) => holds(within, name),
+        Value::Object(within) => field != LAYOUTS && holds(within, name),
         value => field == name && value.is_u64(),
     })
 }
 
-/// Sets the field of this name, also of a nested case.
-fn set(fields: &mut Map<String, Value>, name: &str, number: usize) -> bool {
+/// Sets the field of this name, also of a nested case. Gaps of layouts are named like axes, too, and
+/// stay.
+pub(super) fn set(fields: &mut Map<String, Value>, name: &str, number: usize) -> bool {
     let mut is_set = false;
     for (field, value) in fields.iter_mut() {
         match value {
-            Value::Object(within) => is_set |= set(within, name, number),
+            Value::Object(within) if field != LAYOUTS => is_set |= set(within, name, number),
             value if field == name && value.is_u64() => {
                 (*value, is_set) = (number.into(), true);
             }
@@ -409,6 +410,18 @@ mod tests {
         let alone = cuts(1, 1, &|_| true);
         assert!(alone.iter().all(|(_, cut)| cut.order.len() > 1), "{alone:?}");
         assert!(cuts(1, 1, &|size| size < 2).is_empty());
+    }
+
+    #[test]
+    fn a_field_is_set_in_nested_cases_and_no_gap_of_a_layout() {
+        let line = r#"{"layouts":{"x":{"gaps":{"num_rows":3}}},"product":{"num_rows":1}}"#;
+        let Value::Object(mut fields) = serde_json::from_str(line).expect("an object") else {
+            panic!("no object")
+        };
+        assert!(holds(&fields, "num_rows") && set(&mut fields, "num_rows", 7));
+        let set = line.replace(r#""product":{"num_rows":1}"#, r#""product":{"num_rows":7}"#);
+        assert_eq!(Value::Object(fields).to_string(), set);
+        assert!(!holds(&Map::new(), "num_rows"));
     }
 
     #[test]

@@ -428,6 +428,11 @@ impl TensorSpec {
         matches!(self.part, Part::Input | Part::Upstream { .. } | Part::State)
     }
 
+    /// Whether a forward reads the values that it finds there.
+    pub fn is_read(&self) -> bool {
+        matches!(self.part, Part::Input | Part::State)
+    }
+
     /// Whether it has memory.
     pub fn is_stored(&self) -> bool {
         self.part != Part::Observed

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use dsv4_runtime::{DType, HostTensor};
 
 use super::any::AnyOperator;
+use super::batches::set;
 use super::declaration::{Specs, TensorSpec};
-use super::inputs::Inputs;
-use super::lines::{field_error, read, within};
+use super::lines::read;
 use super::{PreparedCase, size};
 use crate::case::{Case, CaseError};
 
@@ -30,10 +30,7 @@ impl AnyOperator {
         for (tensor, shape) in sizes {
             let spec = given(name, &specs, tensor)?;
             for (axis, &extent) in spec.axes.iter().zip(shape) {
-                if let Some(field) = sized.fields.get_mut(axis.name).filter(|field| field.is_u64())
-                {
-                    *field = extent.into();
-                }
+                set(&mut sized.fields, axis.name, extent);
             }
         }
         let specs = read(self.0, &sized)?.0.tensors();
@@ -70,11 +67,8 @@ impl AnyOperator {
         case: &Case,
         tensors: Given,
     ) -> Result<Box<dyn PreparedCase>, CaseError> {
-        let (case, choices) = read(self.0, case)?;
-        let (name, specs) = (case.name(), case.tensors());
-        within(&*case, &specs, &choices.layouts, size::limit())
-            .map_err(|refused| field_error(name, refused))?;
-        let mut inputs = Inputs::draw(case, choices)?;
+        let mut inputs = self.drawn_within(case, size::limit())?;
+        let (name, specs) = (inputs.case.name(), inputs.specs());
         for (tensor, bytes) in tensors {
             let spec = given(name, &specs, &tensor)?;
             let (dtype, shape) = (spec.dtype, spec.shape());

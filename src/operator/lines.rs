@@ -75,7 +75,7 @@ pub(super) struct Choices {
 }
 
 /// The field of a case's line that holds layouts.
-const LAYOUTS: &str = "layouts";
+pub(super) const LAYOUTS: &str = "layouts";
 /// The field that names the special values of the inputs.
 const SPECIAL: &str = "special";
 /// The field for the SMs of the emulated device. A GPU has the SMs that it has, and the field no

@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub use dsv4_runtime::cuda::blaslt::Operands;
 use dsv4_runtime::{BackendKind, Environment};
 use serde::{Deserialize, Serialize};
 
@@ -898,17 +899,6 @@ pub struct Work {
     pub flops: f64,
     /// What the tensor cores multiply, by which [`Ceilings`] limit the operations.
     pub operands: Operands,
-}
-
-/// What the tensor cores multiply.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Operands {
-    /// bf16, or nothing narrower.
-    #[default]
-    Bf16,
-    /// e4m3, at twice the rate.
-    E4m3,
 }
 
 /// Where a kernel rounds.

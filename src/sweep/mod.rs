@@ -23,7 +23,6 @@ use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::order::findings;
 use crate::judge::runner::{Runner, Times};
-use crate::operator::given::Given;
 use crate::operator::{AnyOperator, PreparedCase, Profile};
 use crate::operators::registry;
 use crate::record::{CaseRecord, Check, CheckRecord, Origin, Skip, Verdict, words};
@@ -642,34 +641,23 @@ pub fn run_case(
     runner: &dyn Runner,
     options: CheckOptions,
 ) -> CaseRecord {
-    run_prepared(case, registry::prepare(case), origin, runner, options)
-}
-
-/// Runs one case with tensors of the caller's in the place of drawn ones, and writes its record.
-pub fn run_given(
-    case: &Case,
-    tensors: Given,
-    runner: &dyn Runner,
-    options: CheckOptions,
-) -> CaseRecord {
-    let found = registry::find(&case.operator);
-    let prepared = found.and_then(|operator| operator.prepare_given(case, tensors));
-    run_prepared(case, prepared, Origin::Given, runner, options)
-}
-
-fn run_prepared(
-    case: &Case,
-    prepared: Result<Box<dyn PreparedCase>, CaseError>,
-    origin: Origin,
-    runner: &dyn Runner,
-    options: CheckOptions,
-) -> CaseRecord {
     runner.begin(case);
-    let outcome = match prepared {
+    let outcome = match registry::prepare(case) {
         Ok(prepared) => checks::run(&*prepared, runner, options),
         Err(error) => refused(&error),
     };
     record(case, origin, runner, options, outcome)
+}
+
+/// Runs one case that was prepared, such as one with tensors of the caller's, and writes its record.
+pub fn run_prepared(
+    case: &Case,
+    prepared: &dyn PreparedCase,
+    runner: &dyn Runner,
+    options: CheckOptions,
+) -> CaseRecord {
+    runner.begin(case);
+    record(case, Origin::Given, runner, options, checks::run(prepared, runner, options))
 }
 
 /// The outcome of a case that could not be prepared.

@@ -183,7 +183,7 @@ impl Progress {
                     LEAST_SHRINK_TIME.as_secs()
                 );
                 skips.push(Skip {
-                    what: format!("failing cases of {operator} made smaller"),
+                    what: format!("failing cases of {operator} shrunk"),
                     why,
                     count: used.not_shrunk,
                 });
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(shrinks("rope", "guards", "y"), Shrinks::Known);
         let skips = progress.skips(None);
         let [skip] = skips.as_slice() else { panic!("{skips:?}") };
-        assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rope made smaller", 3));
+        assert_eq!((skip.what.as_str(), skip.count), ("failing cases of rope shrunk", 3));
     }
 
     #[test]

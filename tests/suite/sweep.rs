@@ -317,7 +317,7 @@ fn a_sweep_that_fails_everywhere_makes_each_kind_of_failure_smaller_once_and_lis
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!(
         (skip.what.as_str(), skip.count),
-        ("failing cases of rms_norm made smaller", failures - 1)
+        ("failing cases of rms_norm shrunk", failures - 1)
     );
     // A failing case is shrunk no longer than the cases took until then, except for the last run.
     assert!(

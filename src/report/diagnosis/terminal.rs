@@ -9,7 +9,7 @@ use std::path::Path;
 use super::{Diagnosis, of_report, places};
 use crate::case::Case;
 use crate::judge::order;
-use crate::record::{CaseRecord, Origin, Report, words};
+use crate::record::{CaseRecord, Report, words};
 use crate::report::numbers::{count, counted};
 use crate::report::summary::{failing, message, origin_word};
 
@@ -112,8 +112,7 @@ fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
 /// holds the case itself; the others refer to the records.
 fn case_text(report: &Report, case: &CaseRecord, place: usize, out: &Path) -> String {
     let operator = report.operators.iter().find(|operator| operator.name == case.operator);
-    let origin =
-        if case.origin == Origin::Shrunk { "made smaller" } else { origin_word(case.origin) };
+    let origin = origin_word(case.origin);
     let mut text = format!("{}. {}, {origin}\n", place + 1, case.operator);
     text += &findings_text(operator, case, MOST_FINDINGS);
     let replay = if place == 0 { case.replay.clone() } else { by_reference(case, out) };

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use cudarc::cublaslt::sys::{self as lt, cublasStatus_t};
 use cudarc::driver::sys as cuda;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use serde::{Deserialize, Serialize};
 
 use super::CudaBackend;
 use super::driver::{self, Context, locked};
@@ -40,9 +41,11 @@ const MOST_PLANS: usize = 256;
 const LARGEST_ALIGNMENT: u32 = 256;
 
 /// What the elements of both factors are. Sums are fp32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Operands {
     /// bf16, 2 bytes each.
+    #[default]
     Bf16,
     /// e4m3 without scales, 1 byte each; the output is bf16 or fp32. cublasLt has these for
     /// `a b^T` alone, and adds on the tensor cores (`FAST_ACCUM`), as its users have it.
