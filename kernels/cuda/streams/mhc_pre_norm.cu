@@ -10,7 +10,7 @@
 // anyway and computes h again. NaN and infinities propagate, by rstd to a whole token.
 // Forward: a block a token keeps h in registers between the sum of squares and y, 32 elements a
 // thread, with one barrier. For few tokens a thread loads one piece with its weights; the sum's
-// order differs.
+// order differs (Device::invariant: never).
 // Backward: blocks loop over tokens, since dw is a sum over them, kept in registers. A block
 // stores one partial row; rms_norm's kernel adds them in order. cp.async loads the next token's
 // five rows meanwhile. A thread loads only what it copied, so no barrier waits for copies. Wide

@@ -97,8 +97,11 @@ pub fn forward(device: &Device, views: &Views, norm: Option<Norm>) -> Result<&'s
     let row = if vectorised { hidden_size * element.size() / 16 } else { hidden_size };
     if let Some(Norm { eps }) = norm {
         CHECK.positive("eps", eps)?;
-        // One token for each SM. With more tokens, other blocks work while one waits.
-        let few = num_tokens <= device.environment().processors as usize && row <= FEW_THREADS;
+        // One token for each SM. With more tokens, other blocks work while one waits. The sums of
+        // few tokens have another order, which an invariant path must not have.
+        let few = num_tokens <= device.environment().processors as usize
+            && row <= FEW_THREADS
+            && !device.is_invariant();
         let (name, held, most) = match vectorised {
             true if few => ("mhc_pre_norm_forward_few", 1, FEW_THREADS),
             true => ("mhc_pre_norm_forward_vector", HELD * element.size() / 16, NORM_THREADS),

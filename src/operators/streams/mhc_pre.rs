@@ -225,8 +225,9 @@ impl Operator for MhcPre {
         })
     }
 
-    fn invariant(_: &MhcPreCase, _: bool) -> &'static [BatchAxis] {
-        BatchAxis::OF_ROWS
+    /// The sum of squares of few tokens has another order.
+    fn invariant(c: &MhcPreCase, path: bool) -> &'static [BatchAxis] {
+        if path || !c.norm { BatchAxis::OF_ROWS } else { &[] }
     }
 
     fn laws(c: &MhcPreCase, laws: &mut Laws<'_, Self>) {
