@@ -6,6 +6,7 @@ from collections import namedtuple
 from dsv4_parity import _frameworks, _native
 
 _nvtx = None
+_invariant = False
 
 DIRECTIONS = ("forward", "backward")
 
@@ -19,6 +20,17 @@ def nvtx(enabled=True):
         _nvtx = ranges.range
     else:
         _nvtx = None
+_invariant = False
+
+
+def invariant(enabled=True):
+    """Runs kernels whose bits do not depend on the batch; off by default.
+
+    A row then has the same bits alone, among others, in chunks, and as a draft token. The axes of
+    each operator: `parity ops --invariance`. `decode_attention` is invariant with `num_blocks=1 << 24`.
+    """
+    global _invariant
+    _invariant = bool(enabled)
 
 
 def describe(operator):
@@ -54,13 +66,14 @@ class Function:
     def plan(self, given, options, place):
         """The plan of a call: name, type, sizes and strides of its tensors, and its options."""
         options = tuple(tuple(one) if isinstance(one, list) else one for one in options)
-        key = (place, repr(given), options)
+        key = (place, _invariant, repr(given), options)
         plan = self._plans.get(key)
         if plan is None:
             names = [option["name"] for option in self.options]
             chosen = {name: one for name, one in zip(names, options) if one is not None}
             direction = self.direction
-            plan = _native.plan(self.operator, direction, given, json.dumps(chosen), place)
+            chosen = json.dumps(chosen)
+            plan = _native.plan(self.operator, direction, given, chosen, place, _invariant)
             self._plans[key] = plan
         return plan
 
@@ -91,13 +104,13 @@ class Function:
     def _run(self, framework, tensors, options, out):
         keys = tuple([None if one is None else framework.key(one) for one in tensors])
         try:
-            prepared = self._prepared.get((framework.place, keys, options))
+            prepared = self._prepared.get((framework.place, _invariant, keys, options))
         except TypeError:
             options = tuple(tuple(one) if isinstance(one, list) else one for one in options)
-            prepared = self._prepared.get((framework.place, keys, options))
+            prepared = self._prepared.get((framework.place, _invariant, keys, options))
         if prepared is None:
             prepared = _Prepared(self, framework, tensors, options)
-            self._prepared[framework.place, keys, options] = prepared
+            self._prepared[framework.place, _invariant, keys, options] = prepared
         return prepared.run(framework, tensors, out)
 
     def returned(self, names, results):

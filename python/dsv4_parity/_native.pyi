@@ -25,6 +25,7 @@ def plan(
     given: list[tuple[str, str, list[int], list[int]]],
     options: str,
     place: str,
+    invariant: bool,
 ) -> Plan: ...
 def from_dlpack(name: str, capsule: Any) -> tuple[int, str, list[int], list[int] | None]: ...
 def cases(

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 # numpy.ndarray, torch.Tensor, or whatever speaks DLPack.
 Tensor = Any
 
+def invariant(enabled: bool = True) -> None: ...
 def nvtx(enabled: bool = True) -> None: ...
 '''
 

@@ -15,7 +15,7 @@ Results are not part of autograd: `dsv4_parity.torch` is.
 """
 
 from dsv4_parity import _functions, _native
-from dsv4_parity._functions import nvtx
+from dsv4_parity._functions import invariant, nvtx
 
 _OPERATORS = _native.operators()
 
@@ -34,4 +34,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*_OPERATORS, "nvtx"])
+    return sorted([*_OPERATORS, "invariant", "nvtx"])

@@ -1,8 +1,8 @@
 //! Calls on tensors in the memory of the host. The emulator has memory of its own, so the tensors
 //! are copied there and back.
 
-use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dsv4_parity::operator::call::Call;
@@ -25,11 +25,14 @@ struct Left {
     written: Vec<Option<HostTensor>>,
 }
 
+/// A direction of a call, and whether its kernels are those whose bits do not depend on the batch.
+pub type Choice = (usize, bool);
+
 /// Runs a call on dense tensors of this process. A tensor that is written may be one that is read.
 pub fn run(
     py: Python<'_>,
     call: &Call,
-    direction: usize,
+    choice: Choice,
     slots: &[Slot],
     views: &[(&'static str, TensorView)],
 ) -> PyResult<Vec<String>> {
@@ -43,7 +46,7 @@ pub fn run(
     };
     let shared: Vec<Option<usize>> = (0..slots.len()).map(same).collect();
     let (owned, call) = (slots.to_vec(), call.clone());
-    let left = interruptible(py, move || launch(&call, direction, &owned, &tensors, &shared))?;
+    let left = interruptible(py, move || launch(&call, choice, &owned, &tensors, &shared))?;
     let left = left.map_err(|error| errors::of_runtime(&error))?;
     if let Some(violation) = left.violations.first() {
         let Violation { buffer, bytes, first_offset, .. } = violation;
@@ -84,7 +87,7 @@ fn write(view: &TensorView, bytes: &[u8]) {
 
 fn launch(
     call: &Call,
-    direction: usize,
+    (direction, invariant): Choice,
     slots: &[Slot],
     tensors: &[HostTensor],
     shared: &[Option<usize>],
@@ -92,6 +95,7 @@ fn launch(
     let device = devices::emulator().map_err(|error| {
         RuntimeError::system("opening the emulator", std::io::Error::other(error.to_string()))
     })?;
+    let device = if invariant { Arc::new(device.invariant()) } else { device };
     let mut arena = DeviceArena::new(&device, Contract::NAN);
     let mut placed: Vec<TensorView> = Vec::new();
     for (number, (slot, tensor)) in slots.iter().zip(tensors).enumerate() {

@@ -48,10 +48,13 @@ pub struct Slot {
 
 /// A call of one direction.
 #[pyclass(frozen, module = "dsv4_parity._native")]
+#[derive(Clone)]
 pub struct Plan {
     call: Call,
     direction: usize,
     slots: Vec<Slot>,
+    /// Whether the kernels are those whose bits do not depend on the batch.
+    invariant: bool,
 }
 
 /// A name, a type and sizes.
@@ -89,6 +92,9 @@ impl Plan {
         let place = place.parse::<Place>().map_err(PyValueError::new_err)?;
         let device = match place {
             Place::Emulator => None,
+            Place::Gpu(number) if self.invariant => {
+                Some(Arc::new(devices::gpu(number)?.invariant()))
+            }
             Place::Gpu(number) => Some(devices::gpu(number)?),
         };
         let (wanted, found) = (self.slots.len(), strides.len());
@@ -104,8 +110,8 @@ impl Plan {
             strides,
         };
         let views = self.slots.iter().zip(strides).map(view).collect();
-        let Self { call, direction, slots } = self;
-        Ok(Bound { call: call.clone(), direction: *direction, slots: slots.clone(), views, device })
+        let Self { call, direction, slots, invariant } = self.clone();
+        Ok(Bound { call, direction, slots, views, device, invariant })
     }
 }
 
@@ -118,6 +124,7 @@ pub struct Bound {
     views: Vec<TensorView>,
     /// The GPU; absent on the emulator.
     device: Option<Arc<Device>>,
+    invariant: bool,
 }
 
 #[pymethods]
@@ -135,7 +142,8 @@ impl Bound {
         };
         let views: Vec<_> = self.slots.iter().zip(&self.views).zip(addresses).map(named).collect();
         let Some(device) = &self.device else {
-            return emulated::run(py, &self.call, self.direction, &self.slots, &views);
+            let choice = (self.direction, self.invariant);
+            return emulated::run(py, &self.call, choice, &self.slots, &views);
         };
         py.detach(|| {
             let mut by_name = Views::new();
@@ -154,7 +162,7 @@ impl Plan {
 }
 
 /// Plans a call: `direction` 0 or 1, the given tensors by name, type, sizes and strides, and the
-/// options as a JSON object.
+/// options as a JSON object. `invariant` asks for kernels whose bits do not depend on the batch.
 #[pyfunction]
 pub fn plan(
     py: Python<'_>,
@@ -163,6 +171,7 @@ pub fn plan(
     given: Vec<(String, String, Vec<usize>, Vec<i64>)>,
     options: &str,
     place: &str,
+    invariant: bool,
 ) -> PyResult<Plan> {
     let place = place.parse::<Place>().map_err(PyValueError::new_err)?;
     let operator = registry::find(operator).map_err(|error| errors::of_case(&error))?;
@@ -180,9 +189,11 @@ pub fn plan(
         let environment = devices::environment(place)?;
         let signature = signature(operator);
         let observer = Observer::new(environment.clone());
+        let observer = if invariant { observer.invariant() } else { observer };
         let solved = solve(&signature, direction, &given, &options, &observer)
             .map_err(|misfit| PyValueError::new_err(misfit.message(operator.name())))?;
-        planned(solved, direction, &options, &observer)
+        let plan = planned(solved, direction, &options, &observer)?;
+        Ok(Plan { invariant, ..plan })
     })
 }
 
@@ -203,7 +214,8 @@ fn planned(
     if let Some(why) = fastest.cannot_run(observer.environment()) {
         return Err(errors::DeviceError::new_err(why));
     }
-    Ok(Plan { slots: slots(&fastest, &observed, &sizes, direction), call: fastest, direction })
+    let slots = slots(&fastest, &observed, &sizes, direction);
+    Ok(Plan { slots, call: fastest, direction, invariant: false })
 }
 
 /// The fastest kernels of ours.

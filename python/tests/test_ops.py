@@ -45,6 +45,20 @@ def test_numbers_of_the_call_are_keywords_and_have_the_models_values():
     assert inspect.signature(ops.rms_norm).parameters["eps"].default == 1e-6
 
 
+def test_rows_of_invariant_kernels_do_not_depend_on_the_batch():
+    # A depth that the fastest kernels divide by the number of rows.
+    x, w = to_bf16(drawn(20, 512)), to_bf16(drawn(72, 512, seed=2))
+    both = lambda: (ops.linear(x, w), ops.linear(x[:1], w))
+    fastest, alone = both()
+    assert (fastest[:1] != alone).any()
+    ops.invariant()
+    try:
+        several, alone = both()
+    finally:
+        ops.invariant(False)
+    assert (several[:1] == alone).all()
+
+
 def test_bfloat16_is_its_bits_in_uint16():
     x = drawn(4, 512)
     y = ops.rms_norm(to_bf16(x)).y

@@ -86,6 +86,11 @@ impl Observer {
         Self { backend, device }
     }
 
+    /// The same, on which launchers choose kernels whose bits do not depend on the batch.
+    pub fn invariant(self) -> Self {
+        Self { device: self.device.invariant(), ..self }
+    }
+
     /// What it claims to be.
     pub fn environment(&self) -> &Environment {
         self.device.environment()

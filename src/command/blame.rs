@@ -8,7 +8,7 @@ use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::{loaded, usual_kernels};
+use super::checkpoint::{loaded, opened, usual_kernels};
 use super::{DeviceArguments, Exit, output};
 use crate::blame::calls::{self, Called};
 use crate::blame::summary::Blame;
@@ -55,6 +55,9 @@ pub struct BlameArguments {
     /// Folder for the page, index.html, and its numbers, blame.json
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Run kernels whose bits depend on no other token of a step
+    #[arg(long, conflicts_with = "dump")]
+    invariant: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -108,7 +111,7 @@ fn write(folder: &Path, blame: &Blame) -> Result<()> {
 fn recorded(arguments: &BlameArguments) -> Result<Blame> {
     let folder = arguments.model.as_deref().context("--model is missing")?;
     let checkpoint = Checkpoint::open(folder)?;
-    let (device, config) = (arguments.device.open()?, checkpoint.config());
+    let (device, config) = (opened(&arguments.device, arguments.invariant)?, checkpoint.config());
     let weights = loaded(&device, &checkpoint)?;
     let tokens = arguments.prompt_tokens.len() + arguments.max_tokens;
     let limits = Limits {

@@ -10,12 +10,11 @@ use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::checkpoint::tensors::{self, LayerId, TensorSpec};
 use dsv4_kernels::model::config::Config;
-use dsv4_kernels::model::engine::Kernels;
 use dsv4_kernels::model::weights::Weights;
 use dsv4_runtime::{BackendKind, Device};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
-use super::{Exit, output};
+use super::{DeviceArguments, Exit, output};
 use crate::model::random::{self, Sizes};
 
 /// Options of `parity checkpoint`.
@@ -135,14 +134,20 @@ pub(super) fn loaded<'d>(device: &'d Device, checkpoint: &Checkpoint) -> Result<
     Ok(weights)
 }
 
+/// The device of a model; of its launchers' kernels those whose bits depend on no other token of a
+/// step, if `invariant`.
+pub(super) fn opened(arguments: &DeviceArguments, invariant: bool) -> Result<Device> {
+    let device = arguments.open()?;
+    Ok(if invariant { device.invariant() } else { device })
+}
+
 /// The kernels that a model runs there unless others are asked for.
-pub(super) fn usual_kernels(device: &Device) -> Kernels {
+pub(super) fn usual_kernels(device: &Device) -> Implementation {
     // The Hopper kernels run on the emulator, too, but slower.
-    let implementation = match device.environment().backend {
+    match device.environment().backend {
         BackendKind::Emulator => Implementation::Portable,
         _ => Implementation::Auto,
-    };
-    Kernels { implementation, batch_invariant: false }
+    }
 }
 
 /// A bar of bytes.

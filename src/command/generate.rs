@@ -9,7 +9,7 @@ use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::{loaded, usual_kernels};
+use super::checkpoint::{loaded, opened, usual_kernels};
 use super::{DeviceArguments, Exit, output};
 use crate::model::reference::{self, Choice};
 
@@ -56,6 +56,12 @@ pub struct GenerateArguments {
     /// A divergence is no verdict: its margin says how near the choice was.
     #[arg(long)]
     reference: bool,
+    /// Run kernels whose bits depend on no other token of a step
+    ///
+    /// The logits of a token are then the same bits with any chunk and any drafts, alone or in a
+    /// batch.
+    #[arg(long)]
+    invariant: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -70,7 +76,7 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
         bail!("--temperature is {temperature} and --top-p is {top_p}: they must be numbers");
     }
     let checkpoint = Checkpoint::open(&arguments.model)?;
-    let device = arguments.device.open()?;
+    let device = opened(&arguments.device, arguments.invariant)?;
     let weights = loaded(&device, &checkpoint)?;
     let tokens = arguments.prompt_tokens.len() + max_tokens;
     let config = checkpoint.config();

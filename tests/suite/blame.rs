@@ -6,7 +6,7 @@ use std::path::Path;
 use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, Sampling};
+use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::blame::calls::{self, Called};
 use dsv4_parity::blame::judge;
@@ -36,9 +36,8 @@ fn recorded(device: &Device, checkpoint: &Checkpoint) -> Result<Vec<Called>, Str
     let run = || -> Result<Vec<Called>, Box<dyn std::error::Error>> {
         let weights = Weights::load(device, checkpoint, &mut |_, _| {})?;
         let limits = Limits { drafts: true, num_sequences: 1, ..LIMITS };
-        let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: false };
         let config = checkpoint.config();
-        let mut model = Model::new(device, config, weights, limits, kernels)?;
+        let mut model = Model::new(device, config, weights, limits, Implementation::Portable)?;
         let (tap, calls) = calls::recorder(config);
         model.set_tap(Some(tap));
         let prompt = text(1, 9);

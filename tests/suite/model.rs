@@ -1,18 +1,19 @@
 //! A whole model on a device: the laws of its cache, and the two commands.
 //!
-//! Kernels choose tiles and parts by the number of tokens of a step. Bits are compared where the
-//! same kernels run: steps of five tokens or more, and attention divided alike for each token.
+//! Fast kernels choose tiles and parts by the number of tokens of a step. Bits are compared on a
+//! device whose launchers choose invariant ones.
 
 use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
 use dsv4_kernels::cache::cache_manager::{CacheError, SequenceId};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, ModelError, Sampling};
+use dsv4_kernels::model::engine::{Chunk, Limits, Model, ModelError, Sampling};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::model::random::{self, Sizes};
 use dsv4_parity::model::reference::{self, Choice};
 use dsv4_reference::model as oracle;
 use dsv4_reference::{Precision, Rounding};
+use dsv4_runtime::Device;
 use statrs::distribution::{ContinuousCDF as _, StudentsT};
 
 use crate::command_line::Parity;
@@ -36,16 +37,25 @@ pub(crate) fn sizes(layers: &[LayerKind]) -> Sizes {
     }
 }
 
-/// A random model of these layers whose attention divides each token alike. With drafts it has an
+/// A device whose launchers choose kernels without a dependence on the batch.
+fn invariant_device() -> &'static Device {
+    Box::leak(Box::new(device().invariant()))
+}
+
+/// A random model of these layers, whose kernels do not depend on the batch. With drafts it has an
 /// MTP module.
 pub(crate) fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
-    let sizes = Sizes { num_mtp_layers: limits.drafts.into(), ..sizes(layers) };
+    model_on(invariant_device(), sizes(layers), limits)
+}
+
+/// A random model of these sizes.
+fn model_on(device: &'static Device, sizes: Sizes, limits: Limits) -> Model<'static> {
+    let sizes = Sizes { num_mtp_layers: limits.drafts.into(), ..sizes };
     let (config, folder) = (sizes.config(), tempfile::tempdir().expect("a folder"));
     random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
     let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-    let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
-    let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: true };
-    Model::new(device(), &config, weights, limits, kernels).expect("a model")
+    let weights = Weights::load(device, &checkpoint, &mut |_, _| {}).expect("weights");
+    Model::new(device, &config, weights, limits, Implementation::Portable).expect("a model")
 }
 
 pub(crate) const LIMITS: Limits =
@@ -97,7 +107,7 @@ fn chunks_of_a_prompt_and_a_reused_slot_change_no_bit() {
     let mut model = model(&[Window, Csa, Hca, Csa], LIMITS);
     let text = text(1, 20);
     let whole = logits(&mut model, &text, &[20]);
-    for steps in [&[7, 13][..], &[13, 7], &[20]] {
+    for steps in [&[7, 13][..], &[1, 18, 1], &[20]] {
         assert_eq!(first_difference(&whole, &logits(&mut model, &text, steps)), None, "{steps:?}");
     }
     // The comparison sees a change of one token, at that token and not before.
@@ -125,27 +135,69 @@ fn a_sequence_does_not_depend_on_its_neighbour_or_its_slot() {
     assert_eq!(first_difference(&alone, &found), None);
 }
 
-/// One layer, so that steps of two tokens, whose streams are mixed by other kernels, reach the
-/// cache with the same bits.
+/// What a trainer computes of a text at once has the bits of what a sampler saw token by token.
 #[test]
-fn prefill_and_then_pairs_of_tokens_equal_prefill_of_the_whole() {
+fn prefill_and_then_decode_equal_prefill_of_the_whole() {
     if left_out(&MODEL) {
         return;
     }
-    let mut model = model(&[Csa], LIMITS);
+    let mut model = model(&[Csa, Hca], LIMITS);
     let text = text(3, 18);
     let whole = logits(&mut model, &text, &[18]);
-    for first in [6, 9] {
+    for (first, step) in [(6, 1), (9, 2), (2, 4)] {
         let mut steps = vec![first];
-        while steps.iter().sum::<usize>() < text.len() {
-            steps.push(2.min(text.len() - steps.iter().sum::<usize>()));
-        }
-        if steps.last() == Some(&1) {
-            steps.pop();
-            *steps.last_mut().expect("one") += 1;
-        }
+        steps.extend((first..text.len()).step_by(step).map(|at| step.min(text.len() - at)));
         assert_eq!(first_difference(&whole, &logits(&mut model, &text, &steps)), None, "{steps:?}");
     }
+}
+
+/// Tokens that a request samples, and the logits after its prompt and each of them but the last,
+/// among other requests of unlike lengths. `place` is its place in every step.
+fn request(model: &mut Model<'_>, others: usize, place: usize) -> (Vec<u32>, Vec<Vec<f32>>) {
+    let prompts: Vec<Vec<u32>> =
+        (0..others as u32).map(|other| text(other + 5, 1 + (other as usize * 5) % 9)).collect();
+    let mut texts: Vec<(SequenceId, Vec<u32>)> =
+        prompts.into_iter().map(|prompt| (admitted(model), prompt)).collect();
+    texts.insert(place, (admitted(model), text(3, 6)));
+    let (mut tokens, mut all) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let chunks: Vec<Chunk<'_>> =
+            texts.iter().map(|(sequence, tokens)| Chunk { sequence: *sequence, tokens }).collect();
+        let found = model.logits(&chunks).expect("logits");
+        all.extend(found[place].iter().cloned());
+        let next: Vec<u32> =
+            found.iter().map(|rows| largest(rows.last().expect("a row"))).collect();
+        tokens.push(next[place]);
+        texts.iter_mut().zip(next).for_each(|((_, tokens), next)| *tokens = vec![next]);
+    }
+    texts.iter().for_each(|(sequence, _)| model.release(*sequence).expect("released"));
+    (tokens, all)
+}
+
+fn largest(logits: &[f32]) -> u32 {
+    let order = |a: &(usize, &f32), b: &(usize, &f32)| a.1.total_cmp(b.1);
+    logits.iter().enumerate().max_by(order).map_or(0, |(token, _)| token as u32)
+}
+
+/// Wide enough that fast kernels divide their sums by the number of tokens.
+#[test]
+fn tokens_and_logits_of_a_request_are_those_of_it_alone_in_batches_of_7_and_32() {
+    if left_out(&MODEL) {
+        return;
+    }
+    let limits = Limits { num_pages: 32, num_sequences: 32, ..LIMITS };
+    let wide = || Sizes { hidden_size: 512, ..sizes(&[Csa, Hca]) };
+    let mut model = model_on(invariant_device(), wide(), limits);
+    let alone = request(&mut model, 0, 0);
+    for (batch, place) in [(7, 3), (32, 31)] {
+        let among = request(&mut model, batch - 1, place);
+        assert_eq!(first_difference(&alone.1, &among.1), None, "in a batch of {batch}");
+        assert_eq!(alone.0, among.0, "in a batch of {batch}");
+    }
+    // The comparison sees kernels whose bits follow the batch.
+    let mut fast = model_on(device(), wide(), limits);
+    let [alone, among] = [request(&mut fast, 0, 0), request(&mut fast, 31, 31)];
+    assert_ne!(alone.1, among.1);
 }
 
 #[test]
@@ -234,8 +286,7 @@ fn limits_that_no_model_has_are_refused_by_name() {
         (Limits { num_sequences: 0, ..LIMITS }, "`num_sequences` is 0"),
     ] {
         let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
-        let kernels = Kernels { implementation: Implementation::Auto, batch_invariant: false };
-        let made = Model::new(device(), &config, weights, limits, kernels);
+        let made = Model::new(device(), &config, weights, limits, Implementation::Portable);
         let error = made.err().expect(said).to_string();
         assert!(error.starts_with(said), "{error}");
     }
@@ -326,8 +377,7 @@ fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
         let working = (0..RUNS).map(|seed| run(&oracle, Precision::Working { seed }));
         let distances: Vec<f64> = working.map(|run| distance(&run, &exact)).collect();
         let allowed = beyond_one_more(&distances);
-        let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: false };
-        let made = Model::new(device(), &config, weights, LIMITS, kernels);
+        let made = Model::new(device(), &config, weights, LIMITS, Implementation::Portable);
         let mut model = made.expect("a model");
         let steps = [tokens.min(20), tokens - tokens.min(20)];
         let steps: Vec<usize> = steps.into_iter().filter(|&count| count > 0).collect();

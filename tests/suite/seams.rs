@@ -5,7 +5,7 @@
 use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Window};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Kernels, Limits, Model, Sampling};
+use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use dsv4_kernels::model::tap::{Site, Tap};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::model::random::{self, Sizes};
@@ -243,8 +243,8 @@ fn of_weights(change: fn(&mut Vec<Views>)) -> Vec<Vec<f32>> {
     let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
     let mut weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
     change(&mut weights.layers);
-    let kernels = Kernels { implementation: Implementation::Portable, batch_invariant: true };
-    let mut model = Model::new(device(), &config, weights, LIMITS, kernels).expect("a model");
+    let mut model =
+        Model::new(device(), &config, weights, LIMITS, Implementation::Portable).expect("a model");
     let sequence = admitted(&mut model);
     logits_in(&mut model, sequence, &text(6, 8), &[8])
 }

@@ -276,7 +276,7 @@ impl Step<'_, '_> {
             page_size,
             sm_scale: 1.0,
             clean_logits: true,
-            implementation: self.kernels.implementation,
+            implementation: self.implementation,
         };
         let views = views.with("context_lens", &lengths);
         self.launch("indexer_logits", "index_logits", &views, |device, views| {
@@ -313,7 +313,7 @@ impl Step<'_, '_> {
             compressed_page_size: compressed.map_or(1, |compressed| compressed.page_size),
             softmax_scale: (dim as f64).sqrt().recip() as f32,
             num_blocks: self.attention_blocks(heads, &topk),
-            implementation: self.kernels.implementation,
+            implementation: self.implementation,
         };
         let bytes = decode_attention::workspace_bytes(&views, &options)?;
         let views = views.with("out", &out).with("lse", &lse);
@@ -327,11 +327,11 @@ impl Step<'_, '_> {
     /// Blocks of the attention: one for each SM, or one for each tile of keys, which divides every
     /// token alike.
     fn attention_blocks(&self, heads: usize, topk: &[usize]) -> usize {
-        if !self.kernels.batch_invariant {
+        if !self.device.is_invariant() {
             return decode_attention::natural_blocks(self.device);
         }
         let (extents, most) = ([self.num_tokens(), 1, heads], usize::MAX);
-        let spread = decode_attention::spread(extents, topk, most, self.kernels.implementation);
+        let spread = decode_attention::spread(extents, topk, most, self.implementation);
         spread.num_blocks.max(1)
     }
 

@@ -38,17 +38,6 @@ pub struct Limits {
     pub drafts: bool,
 }
 
-/// How a model's kernels run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kernels {
-    /// The implementation of all kernels that have several.
-    pub implementation: Implementation,
-    /// Whether the attention of a token is divided in the same way whatever other tokens a step
-    /// has. It costs the balance of the blocks. Then steps of two tokens or more give a token the
-    /// same bits, up to sizes at which a projection divides its sums (k above 256).
-    pub batch_invariant: bool,
-}
-
 /// Why a model does not run, or a call was rejected. A rejected call changes nothing.
 #[derive(Debug, Error)]
 pub enum ModelError {
@@ -165,7 +154,11 @@ fn check_limits(limits: Limits, weights: &Weights<'_>) -> Result<()> {
 pub(super) type Piece = (usize, usize, usize);
 
 impl<'d> Model<'d> {
-    /// A model with an empty cache.
+    /// A model with an empty cache, whose kernels have this implementation if they have several.
+    ///
+    /// On a device for which [`Device::is_invariant`] holds, the logits after a token have the same
+    /// bits whatever else its step has: alone or in a batch, in any chunk, as a draft, after a
+    /// cached prefix.
     ///
     /// # Errors
     /// Limits that no model has, a device without enough memory.
@@ -174,7 +167,7 @@ impl<'d> Model<'d> {
         config: &Config,
         weights: Weights<'d>,
         limits: Limits,
-        kernels: Kernels,
+        implementation: Implementation,
     ) -> Result<Self> {
         check_limits(limits, &weights)?;
         let layout = layout(config, limits)?;
@@ -192,7 +185,7 @@ impl<'d> Model<'d> {
                 caches: Caches::new(device, &layout, capacity, tail)?,
                 tables: Tables::new(device, config, rows)?,
                 buffers: Buffers::new(device),
-                kernels,
+                implementation,
                 tap: None,
             },
             manager: CacheManager::new(layout, capacity)?,

@@ -99,7 +99,7 @@ impl Step<'_, '_> {
             norm_eps: self.config.norm_eps as f32,
             hc_eps: self.config.hc_eps as f32,
         };
-        let implementation = self.kernels.implementation;
+        let implementation = self.implementation;
         self.launch("mhc_head", "head_fn", &views, |device, views| {
             mhc_head::forward(device, views, numbers, implementation)
         })?;

@@ -4,11 +4,11 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use crate::cache::cache_layout::LayerKind;
 use crate::formats::quantize_fp8::{self, Group, ScaleType};
+use crate::implementation::Implementation;
 use crate::model::batch::Batch;
 use crate::model::buffers::Buffers;
 use crate::model::caches::Caches;
 use crate::model::config::Config;
-use crate::model::engine::Kernels;
 use crate::model::tables::Tables;
 use crate::model::tap::{Site, Tap};
 use crate::projections::linear::{self, BLOCK, Products, Quantized, ScaleLayout, Weights};
@@ -56,7 +56,8 @@ pub(super) struct Parts<'d> {
     pub tables: Tables<'d>,
     pub caches: Caches<'d>,
     pub buffers: Buffers<'d>,
-    pub kernels: Kernels,
+    /// That of all kernels that have several.
+    pub implementation: Implementation,
     pub tap: Option<Box<dyn Tap + 'd>>,
 }
 
@@ -69,7 +70,7 @@ impl<'d> Parts<'d> {
             tables: &self.tables,
             caches: &self.caches,
             buffers: &mut self.buffers,
-            kernels: self.kernels,
+            implementation: self.implementation,
             tap: self.tap.as_deref_mut(),
             batch,
             layer: None,
@@ -100,7 +101,8 @@ pub(super) struct Step<'s, 'd> {
     pub tables: &'s Tables<'d>,
     pub caches: &'s Caches<'d>,
     pub buffers: &'s mut Buffers<'d>,
-    pub kernels: Kernels,
+    /// That of all kernels that have several.
+    pub implementation: Implementation,
     pub tap: Option<&'s mut (dyn Tap + 'd)>,
     pub batch: &'s Batch,
     /// The layer that is launched.
@@ -226,7 +228,7 @@ impl Step<'_, '_> {
     pub fn first_site(&mut self, site: Sublayer, w: &Views) -> Result<TensorView> {
         let [pre, post, comb] = self.coefficients(self.current)?;
         let views = self.site(site, w)?.with("pre", &pre).with("post", &post).with("comb", &comb);
-        let (numbers, implementation) = (self.numbers(), self.kernels.implementation);
+        let (numbers, implementation) = (self.numbers(), self.implementation);
         self.launch("mhc_mix", site.name, &views, |device, views| {
             mhc_mix::forward(device, views, numbers, implementation)
         })?;
@@ -248,7 +250,7 @@ impl Step<'_, '_> {
         let views = views.with("out", &self.streams()?).with("h", &h);
         let views = views.with("next_pre", &next_pre).with("next_post", &next_post);
         let views = views.with("next_comb", &next_comb);
-        let (numbers, implementation) = (self.numbers(), self.kernels.implementation);
+        let (numbers, implementation) = (self.numbers(), self.implementation);
         self.launch("mhc_post_mix_pre", site.name, &views, |device, views| {
             mhc_post_mix_pre::forward(device, views, numbers, implementation)
         })?;
@@ -304,7 +306,7 @@ impl Step<'_, '_> {
             group: BLOCK,
             scale_bytes: true,
             layout: ScaleLayout::Plain,
-            implementation: self.kernels.implementation,
+            implementation: self.implementation,
         }
     }
 

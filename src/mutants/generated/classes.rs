@@ -53,7 +53,7 @@ const SELECTIONS: [&str; 10] = [
 
 type Mutator = fn(&Source<'_>, Node<'_>) -> Vec<Edit>;
 
-const MUTATORS: [(Class, Mutator); 11] = [
+const MUTATORS: [(Class, Mutator); 12] = [
     (Class::Comparison, comparison),
     (Class::Synchronization, synchronization),
     (Class::Index, index),
@@ -65,6 +65,7 @@ const MUTATORS: [(Class, Mutator); 11] = [
     (Class::Accumulate, accumulate),
     (Class::Period, period),
     (Class::Guard, guard),
+    (Class::Company, company),
 ];
 
 /// Every edit of a function's body.
@@ -538,6 +539,39 @@ fn in_condition(node: Node<'_>) -> bool {
         }
     }
     false
+}
+
+/// A floating-point product, or what is added to a sum, is larger by 2^-15 where a grid has more than
+/// four blocks: with many rows, or on a device with many SMs. That is within the budget of most
+/// tensors, so only another batch shows it.
+fn company(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
+    const FACTOR: &str = "(gridDim.x > 4 ? 1.00003f : 1.0f)";
+    let text = |node| source.text_of(node);
+    let is_product = |node| {
+        binary(node).is_some_and(|(left, operator, right)| {
+            text(operator) == "*" && source.is_float(left) && source.is_float(right)
+        })
+    };
+    let summary =
+        || format!("{} is larger by 2^-15 with more than four blocks.", quoted(source, node));
+    match node.parent() {
+        Some(parent) if is_product(node) && !is_product(parent) => {
+            vec![edit(node, format!("({} * {FACTOR})", text(node)), summary())]
+        }
+        Some(parent) if adds_float(source, parent, node) && !is_product(node) => {
+            vec![edit(node, format!("({}) * {FACTOR}", text(node)), summary())]
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Whether `parent` adds `node` to a floating-point sum.
+fn adds_float(source: &Source<'_>, parent: Node<'_>, node: Node<'_>) -> bool {
+    let field = |name: &str| parent.child_by_field_name(name);
+    parent.kind() == "assignment_expression"
+        && field("right") == Some(node)
+        && field("operator").is_some_and(|operator| source.text_of(operator) == "+=")
+        && field("left").is_some_and(|left| source.is_float(left))
 }
 
 /// Whether an assignment is the step of a loop, which would never end without it.

@@ -17,6 +17,9 @@
 //! | [`Class::Constant`] | a number has another value |
 //! | [`Class::Predicate`] | a condition is always true or always false, or loses a term |
 //! | [`Class::Accumulate`] | a sum is overwritten, a flag is inverted |
+//! | [`Class::Period`] | what comes round comes once |
+//! | [`Class::Guard`] | a named constant of a condition is larger |
+//! | [`Class::Company`] | a number differs slightly where a grid has many blocks |
 
 mod classes;
 mod sample;
@@ -60,11 +63,13 @@ pub enum Class {
     Period,
     /// A named constant of a condition is larger.
     Guard,
+    /// A floating-point number is slightly larger where a grid has many blocks.
+    Company,
 }
 
 impl Class {
     /// All classes.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Comparison,
         Self::Synchronization,
         Self::Index,
@@ -76,6 +81,7 @@ impl Class {
         Self::Accumulate,
         Self::Period,
         Self::Guard,
+        Self::Company,
     ];
 
     /// The class's name in ids and reports.
@@ -92,6 +98,7 @@ impl Class {
             Self::Accumulate => "accumulate",
             Self::Period => "period",
             Self::Guard => "guard",
+            Self::Company => "company",
         }
     }
 }

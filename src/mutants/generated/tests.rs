@@ -113,6 +113,23 @@ fn what_comes_round_comes_once() {
 }
 
 #[test]
+fn numbers_of_large_grids_are_slightly_larger() {
+    let factor = "(gridDim.x > 4 ? 1.00003f : 1.0f)";
+    assert_eq!(
+        lines(Class::Company, "float x; y = 2.0f * x * params.softmax_scale + 1.0f;"),
+        [format!("float x; y = (2.0f * x * params.softmax_scale * {factor}) + 1.0f;")]
+    );
+    assert_eq!(
+        lines(Class::Company, "float sum; sum += f(x);"),
+        [format!("float sum; sum += (f(x)) * {factor};")]
+    );
+    for untouched in ["int n; n += 1;", "y = row * params.token_stride;", "float sum; sum = 0.0f;"]
+    {
+        assert!(lines(Class::Company, untouched).is_empty(), "{untouched}");
+    }
+}
+
+#[test]
 fn each_named_constant_of_a_condition_is_larger_alone() {
     assert_eq!(
         lines(Class::Guard, "bool b = below(x, LEAST) || x > LARGEST;"),
