@@ -127,6 +127,9 @@ fn describe(record: &OperatorRecord) {
     if !invariant.is_empty() {
         outln!("    invariant      {}", invariant.join(", "));
     }
+    for what in &record.not_expressible {
+        outln!("    not expressible: {what}");
+    }
     record.tensors.iter().for_each(print_tensor);
 }
 

@@ -58,6 +58,7 @@ pub(super) trait Declaration: Send + Sync {
     fn golden_kinds(&self) -> &'static [&'static str];
     fn chain(&self) -> &'static [&'static str];
     fn sum_lanes(&self) -> usize;
+    fn not_expressible(&self) -> &'static [(&'static str, &'static str)];
     /// Keeps fields that the operator does not know; the caller handles them.
     fn parse(&self, line: &Case) -> Result<AnyCase, CaseError>;
     fn strategy(&self, profile: Profile) -> BoxedStrategy<AnyCase>;
@@ -144,6 +145,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn sum_lanes(&self) -> usize {
         K::SUM_LANES
+    }
+
+    fn not_expressible(&self) -> &'static [(&'static str, &'static str)] {
+        K::NOT_EXPRESSIBLE
     }
 
     fn parse(&self, line: &Case) -> Result<AnyCase, CaseError> {

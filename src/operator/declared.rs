@@ -128,6 +128,10 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// as a tree ([`dsv4_reference::precision`]). 1 declares nothing.
     const SUM_LANES: usize = 1;
 
+    /// What public kernels of the same name compute, and no case of it can: what, and why not.
+    /// `parity ops NAME` prints it.
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[];
+
     /// The tensors of a case. Called for cases that passed [`Operator::check`].
     fn tensors(case: &Self::Case) -> Specs;
 

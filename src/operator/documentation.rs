@@ -46,6 +46,11 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
         paths: list(paths),
         tensors,
         invariant: invariant(operator),
+        not_expressible: operator
+            .not_expressible()
+            .iter()
+            .map(|(what, why)| format!("{what} ({why})"))
+            .collect(),
     }
 }
 

@@ -215,6 +215,9 @@ pub struct OperatorRecord {
     /// The axes on which it declares batch invariance.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub invariant: Vec<InvariantRecord>,
+    /// What public kernels of its kind compute and no case of it can, each with the reason.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_expressible: Vec<String>,
 }
 
 /// An axis on which an operator declares batch invariance.

@@ -355,6 +355,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
                 paths: Vec::new(),
                 tensors: Vec::new(),
                 invariant: Vec::new(),
+                not_expressible: Vec::new(),
             });
         }
     }

@@ -141,6 +141,7 @@ pub fn report() -> Report {
             paths: Vec::new(),
             tensors: Vec::new(),
             invariant: Vec::new(),
+            not_expressible: Vec::new(),
         }],
         cases: (0..CASES).map(case).collect(),
         benchmarks: vec![benchmark("rms_norm/a", 100.0), benchmark("rms_norm/b", 200.0)],

@@ -329,6 +329,14 @@ impl Operator for GroupedLinear {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[
+        (
+            "products of bf16 operands",
+            "the model quantizes the experts' rows and weights; `linear` has bf16 groups",
+        ),
+        ("gradients of weights from FP8 operands", "the training forward keeps bf16 rows for them"),
+    ];
+
     fn tensors(c: &GroupedLinearCase) -> Specs {
         let outs = axis("out_features", c.out_features).multiples(1, MAX_FEATURES);
         let (dtype, rows) = (c.output.dtype(), c.rows(outs));

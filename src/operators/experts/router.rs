@@ -137,6 +137,11 @@ impl Operator for Router {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "sigmoid or softmax scores, and groups of experts",
+        "the model scores by the root of softplus and has no groups",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["router_topk", "router_hash"];
 
     fn tensors(c: &RouterCase) -> Specs {

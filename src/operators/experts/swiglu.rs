@@ -58,6 +58,9 @@ impl Operator for Swiglu {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] =
+        &[("no limit", "a limit beyond all values is the same function: `\"limit\": 3e38`")];
+
     const GOLDEN: &'static [&'static str] = &["experts"];
 
     fn tensors(c: &SwigluCase) -> Specs {

@@ -151,6 +151,14 @@ impl Operator for QuantizeFp8 {
         cases: [30, 80, 160],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[
+        ("groups of 32 in a row", "the model has groups of 64 and 128; `quantize_mxfp4` has 32"),
+        (
+            "a scale for each row, each channel, or 32 by 32 values",
+            "no tensor of the model has such scales",
+        ),
+    ];
+
     fn tensors(c: &QuantizeFp8Case) -> Specs {
         let rows = [
             axis("num_rows", c.num_rows),

@@ -81,6 +81,9 @@ impl Operator for QuantizeMxfp4 {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] =
+        &[("e2m1 in groups of 128", "the model stores e2m1 with a scale byte for 32 values")];
+
     fn tensors(c: &QuantizeMxfp4Case) -> Specs {
         let rows = [
             axis("num_rows", c.num_rows),

@@ -247,6 +247,11 @@ impl Operator for IndexerLogits {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "keys of head_dim 64, and logits in bf16",
+        "the model has 128, and its top-k reads fp32",
+    )];
+
     fn tensors(c: &IndexerLogitsCase) -> Specs {
         let (paged, operands) = (c.is_paged(), c.operands);
         let (e4m3, e2m1) = (operands == Operands::E4m3, operands == Operands::E2m1);

@@ -376,6 +376,11 @@ impl Operator for Linear {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "gradients of weights from FP8 operands",
+        "the model keeps activations in bf16 for them",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["router_topk", "router_hash"];
 
     fn tensors(c: &LinearCase) -> Specs {

@@ -112,6 +112,11 @@ impl Operator for MhcHead {
         cases: [16, 40, 80],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "other numbers of streams than 4",
+        "the model has 4 streams, and its kernels hold them in registers",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["hc_head"];
 
     fn tensors(c: &MhcHeadCase) -> Specs {

@@ -107,6 +107,11 @@ impl Operator for MhcMix {
         cases: [16, 40, 80],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "other numbers of streams than 4",
+        "the model has 4 streams, and Sinkhorn runs on 4 by 4 values",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["hc"];
 
     fn tensors(c: &MhcMixCase) -> Specs {

@@ -51,6 +51,11 @@ impl Operator for MhcPost {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "other numbers of streams than 4",
+        "the model has 4 streams, and its kernels hold them in registers",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["hc_block"];
 
     fn tensors(c: &MhcPostCase) -> Specs {

@@ -79,6 +79,11 @@ impl Operator for MhcPre {
         cases: [24, 60, 120],
     };
 
+    const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
+        "streams in fp32 from end to end, or other numbers of streams than 4",
+        "the model has 4 streams, and its kernels hold them in registers",
+    )];
+
     const GOLDEN: &'static [&'static str] = &["hc"];
 
     fn tensors(c: &MhcPreCase) -> Specs {
