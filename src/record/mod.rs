@@ -396,12 +396,13 @@ pub struct CheckRecord {
     /// One sentence on failure or error; empty on a pass.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
-    /// Agreement measures, for forward and gradient checks.
+    /// Agreement measures, for forward and gradient checks. Boxed, as most checks have none, and
+    /// reports hold millions of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metrics: Option<Metrics>,
+    pub metrics: Option<Box<Metrics>>,
     /// Which elements failed, where elements did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub failing: Option<FailingElements>,
+    pub failing: Option<Box<FailingElements>>,
 }
 
 /// Which elements of a tensor fail a check, axis by axis.

@@ -331,10 +331,11 @@ impl Stored {
         };
         let mut checks = order.iter().zip(sizes).map(check).collect::<Result<Vec<_>, String>>()?;
         for &place in &stored.exact {
-            entry_mut(&mut checks, place)?.metrics = Some(Measured::exact(place).metrics());
+            entry_mut(&mut checks, place)?.metrics =
+                Some(Box::new(Measured::exact(place).metrics()));
         }
         for measured in &stored.measured {
-            entry_mut(&mut checks, measured.0)?.metrics = Some(measured.metrics());
+            entry_mut(&mut checks, measured.0)?.metrics = Some(Box::new(measured.metrics()));
         }
         for (place, told) in &stored.told {
             *entry_mut(&mut checks, *place)? = told.clone();
@@ -509,7 +510,7 @@ mod tests {
             // Some have only their measures, one has no operator in its case, and one has a command
             // without a case.
             for check in report.cases.iter_mut().step_by(2).flat_map(|case| &mut case.checks) {
-                check.metrics = check.metrics.as_ref().map(measures);
+                check.metrics = check.metrics.as_deref().map(measures).map(Box::new);
             }
             report.cases[0].case = Value::from("a line");
             report.cases[1].replay = "parity replay FILE".into();

@@ -38,7 +38,7 @@ pub(super) fn kept(report: &Report) -> Report {
             case.checks.iter_mut().filter(|check| agrees || Standing::of(check) == Standing::Pass)
         {
             let rank = pictured.get(&std::ptr::from_ref(&*check)).copied();
-            check.metrics = check.metrics.take().map(|metrics| reduced(&metrics, rank));
+            check.metrics = check.metrics.take().map(|metrics| Box::new(reduced(&metrics, rank)));
         }
     }
     kept
@@ -78,7 +78,7 @@ fn round(case: &mut CaseRecord) {
         for value in [&mut metrics.budget_used, &mut metrics.budget_relative] {
             *value = rounded(*value, COMPARED_DIGITS);
         }
-        let Metrics { relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max, .. } = metrics;
+        let Metrics { relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max, .. } = &mut **metrics;
         [relative_l2, max_abs, ulp_p50, ulp_p99, ulp_max].into_iter().for_each(few);
         [&mut metrics.budget_multiple, &mut metrics.worst_row_relative_l2]
             .into_iter()

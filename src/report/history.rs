@@ -142,7 +142,7 @@ fn measured(report: &Report) -> BTreeMap<(&str, &str, &str), Vec<&Metrics>> {
     let mut measured: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for case in report.cases.iter().filter(|case| case.origin != Origin::Shrunk) {
         for check in &case.checks {
-            if let Some(metrics) = &check.metrics {
+            if let Some(metrics) = check.metrics.as_deref() {
                 let key = (case.operator.as_str(), check.check.as_str(), check.tensor.as_str());
                 measured.entry(key).or_default().push(metrics);
             }

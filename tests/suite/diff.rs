@@ -45,7 +45,7 @@ fn check(name: &str, tensor: &str, metrics: Option<Metrics>) -> CheckRecord {
         verdict: Verdict::Pass,
         compared: 64,
         message: String::new(),
-        metrics,
+        metrics: metrics.map(Box::new),
         failing: None,
     }
 }
@@ -180,7 +180,7 @@ fn tensor<'a>(report: &'a mut Report, name: &'a str) -> impl Iterator<Item = &'a
         .iter_mut()
         .flat_map(|case| &mut case.checks)
         .filter(move |check| check.tensor == name);
-    checks.filter_map(|check| check.metrics.as_mut())
+    checks.filter_map(|check| check.metrics.as_deref_mut())
 }
 
 /// Values in 0..1 without order.

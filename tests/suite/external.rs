@@ -153,6 +153,27 @@ fn a_kernel_whose_bits_follow_the_batch_agrees_with_the_oracle_and_fails_batch_i
 }
 
 #[test]
+fn two_workers_beside_each_other_differ_by_tensor_or_not_without_an_oracle() {
+    let line = RMS_NORM.replace(r#""dtype":"bf16""#, r#""dtype":"f32""#);
+    let beside = |own: Box<dyn Call>, other: Box<dyn Call>| {
+        let other = External::new(other, ExternalOptions::default());
+        let options = ExternalOptions { beside: Some(Box::new(other)), ..Default::default() };
+        let checks = CheckOptions { only_beside: true, ..OPTIONS };
+        sweep::run_case(&case(&line), Origin::Given, &External::new(own, options), checks)
+    };
+    let equal = beside(Box::new(Kernel(honest)), Box::new(Kernel(honest)));
+    assert_agrees(&equal);
+    assert!(equal.checks.iter().any(|check| check.check == "beside" && check.tensor == "y"));
+    assert!(equal.checks.iter().all(|check| check.check != "forward"));
+    let unlike = beside(Box::new(Kernel(honest)), Box::new(follows_the_batch()));
+    assert!(fails(&unlike, "beside", "y"), "{}", sweep::failure_text(&unlike));
+    assert!(!fails(&unlike, "beside", "rstd"));
+    let text = sweep::failure_text(&unlike);
+    assert!(text.contains("element(s) differ; first at"), "{text}");
+    assert!(text.contains("of the kernel beside it"), "{text}");
+}
+
+#[test]
 fn our_own_kernels_agree_from_outside_for_every_operator_and_what_cannot_be_seen_is_counted() {
     for operator in concerned_operators() {
         let edge_cases = operator.edge_cases(Profile::Quick);

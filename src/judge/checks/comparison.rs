@@ -116,7 +116,7 @@ pub(super) fn saved_checks(
         let metrics = of_gradient.checks.iter_mut().find_map(|check| check.metrics.take());
         let failing = of_gradient.checks.iter_mut().find_map(|check| check.failing.take());
         outcome.verdict(Check::GradientOfSaved, exact.name, exact.values.len() as u64, problem);
-        outcome.name_elements(failing);
+        outcome.name_elements(failing.map(|failing| *failing));
         if let Some(record) = outcome.checks.last_mut() {
             record.metrics = metrics;
         }
@@ -146,7 +146,7 @@ pub(super) fn exact_check(
     outcome.name_elements(failing::elements(&unequal, &exact.shape, None));
     if let Some(record) = outcome.checks.last_mut() {
         record.metrics =
-            Some(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into()));
+            Some(Box::new(agreement::measure(&kernel, exact, budget, &found.tensor.dtype.into())));
     }
 }
 
@@ -214,7 +214,7 @@ pub(super) fn agreement_verdict(
         .then(|| format!("{not_finite} of {compared} elements are no finite number"));
     let whole = whole_tensor(exact, kernel, held);
     if let (Some(record), false) = (outcome.checks.last_mut(), powerless) {
-        record.metrics = Some(Metrics { whole: whole.clone(), ..metrics });
+        record.metrics = Some(Box::new(Metrics { whole: whole.clone(), ..metrics }));
     }
     outcome.verdict(Check::Finite, exact.name, compared, problem);
     whole_verdict(exact, kernel, held, compared, outcome);

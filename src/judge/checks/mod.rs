@@ -136,7 +136,7 @@ impl Outcome {
     /// Records which elements the last check found wrong.
     fn name_elements(&mut self, failing: Option<FailingElements>) {
         if let Some(check) = self.checks.last_mut().filter(|check| check.verdict != Verdict::Pass) {
-            check.failing = failing;
+            check.failing = failing.map(Box::new);
         }
     }
 

@@ -450,7 +450,7 @@ impl<'a> Side<'a> {
             .filter_map(|(line, case)| {
                 let check =
                     case.checks.iter().find(|one| one.check == *key.0 && one.tensor == key.1)?;
-                Some((line.as_str(), check.metrics.as_ref()?))
+                Some((line.as_str(), check.metrics.as_deref()?))
             })
             .collect()
     }
