@@ -28,6 +28,7 @@ impl Host {
         let shared = Shared {
             memory: GuardedMemory::of(memory),
             time_limit,
+            endless: Mutex::default(),
             schedule: Mutex::new(Schedule { seed: None, watches_races: true, launches: 0 }),
             workers,
             stacks: Mutex::default(),

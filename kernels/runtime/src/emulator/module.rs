@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use corosensei::stack::DefaultStack;
 use libloading::os::unix::Library;
@@ -100,6 +101,7 @@ impl EmulatorModule {
         &self,
         launch: &BlockLaunch<'_>,
         shared_bytes: usize,
+        limit: Duration,
     ) -> std::result::Result<(), BlockFault> {
         let total = launch.clusters().count();
         let next = AtomicU64::new(0);
@@ -118,7 +120,7 @@ impl EmulatorModule {
                     })
                 })
                 .collect();
-            watchdog.watch(self.shared.time_limit, launch.cancelled);
+            watchdog.watch(limit, launch.cancelled);
             // Neither joined nor detached before this point, so the watchdog's thread ids were
             // valid.
             drop(handles);
@@ -402,7 +404,11 @@ impl EmulatorModule {
             shared_poison: shared_poison(poison_turn),
             cancelled: &cancelled,
         };
-        let ran = self.run_blocks(&launch, shared_bytes as usize);
+        let limit = self.shared.limit_of(&self.file, kernel);
+        let ran = self.run_blocks(&launch, shared_bytes as usize, limit);
+        if ran.as_ref().is_err_and(|fault| fault.what.starts_with(TIME_LIMIT)) {
+            self.shared.did_not_end(&self.file, kernel);
+        }
         self.add_counts();
         ran.map_err(|fault| RuntimeError::Fault {
             kernel: kernel.to_owned(),

@@ -23,7 +23,7 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 
 use super::accesses::Accesses;
 use super::async_proxy::AsyncProxy;
-use super::block::{Block, BlockFault, State, ThreadContext, name};
+use super::block::{BarrierState, Block, BlockFault, State, ThreadContext, name};
 use super::bulk::{BulkWork, FORGOTTEN};
 use super::cluster::BlockOrder;
 use super::cluster_barrier::ClusterBarrier;
@@ -327,9 +327,42 @@ impl Block {
             Ending::IllegalInstruction => {
                 "came to where the compiler knows that control never comes".to_owned()
             }
-            Ending::Interrupted => TIME_LIMIT.to_owned(),
+            Ending::Interrupted => format!("{TIME_LIMIT}{}", self.others_wait(thread)),
         };
         self.fail_at(thread, what);
+    }
+
+    /// What the first other thread that waits, waits for, in brackets; nothing if none waits.
+    fn others_wait(&self, running: u32) -> String {
+        let waits = |(thread, state): &(usize, &State)| {
+            *thread != running as usize && !matches!(state, State::Exited | State::Ready)
+        };
+        let Some((first, state)) = self.states.iter().enumerate().find(waits) else {
+            return String::new();
+        };
+        format!(" (thread {} {})", self.contexts[first].thread_idx, self.wait(state))
+    }
+
+    /// Which threads have not come to a barrier of the whole block, and what they do instead: by
+    /// numbers within the block.
+    fn absent(&self, barrier: &BarrierState) -> String {
+        let mut groups: Vec<(&str, Vec<u32>)> = Vec::new();
+        for (thread, state) in (0..).zip(&self.states) {
+            if barrier.waiting.contains(&thread) {
+                continue;
+            }
+            let what = match state {
+                State::Exited => "returned",
+                State::Ready => "still run",
+                _ => "wait elsewhere",
+            };
+            match groups.iter_mut().find(|(known, _)| *known == what) {
+                Some((_, threads)) => threads.push(thread),
+                None => groups.push((what, vec![thread])),
+            }
+        }
+        let named = |(what, threads): &(&str, Vec<u32>)| format!("{} {what}", ranges(threads));
+        groups.iter().map(named).collect::<Vec<_>>().join(", ")
     }
 
     /// No thread can run and some wait: reports which threads wait for what, and which never
@@ -363,10 +396,16 @@ impl Block {
         match *state {
             State::AtBarrier { id } => {
                 let barrier = &self.barriers[id as usize];
-                format!(
-                    "waits at barrier {id}, where {} of {} threads arrived",
-                    barrier.arrived, barrier.expected
-                )
+                let (arrived, expected) = (barrier.arrived, barrier.expected);
+                let arrived = format!("where {arrived} of {expected} threads arrived");
+                // Threads of a named barrier may arrive without waiting.
+                if barrier.place.is_null() {
+                    return format!("waits at barrier {id}, {arrived}");
+                }
+                let place = name(barrier.place);
+                let line = place.split('#').next().unwrap_or_default();
+                let absent = self.absent(barrier);
+                format!("waits at barrier {id}, the __syncthreads at {line}, {arrived}; {absent}")
             }
             State::AtCollective { mask, what, .. } => {
                 format!("waits in {} with mask {mask:#010x} for lanes that never come", name(what))
@@ -398,6 +437,27 @@ impl Block {
             _ => false,
         }
     }
+}
+
+/// Ascending numbers of threads, as `threads 0, 2 to 31`; of many ranges the first ones.
+fn ranges(threads: &[u32]) -> String {
+    const SHOWN: usize = 4;
+    let mut runs: Vec<[u32; 2]> = Vec::new();
+    for &thread in threads {
+        match runs.last_mut().filter(|[_, last]| *last + 1 == thread) {
+            Some([_, last]) => *last = thread,
+            None => runs.push([thread; 2]),
+        }
+    }
+    let run = |[first, last]: &[u32; 2]| match first == last {
+        true => first.to_string(),
+        false => format!("{first} to {last}"),
+    };
+    let mut text: Vec<String> = runs.iter().take(SHOWN).map(run).collect();
+    if runs.len() > SHOWN {
+        text.push("…".into());
+    }
+    format!("threads {}", text.join(", "))
 }
 
 /// A coroutine that is one CUDA thread.
