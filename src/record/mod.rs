@@ -790,9 +790,19 @@ pub fn without_power(cases: &[CaseRecord]) -> Vec<(&str, &str)> {
     powerless.into_iter().filter(|of| !compared(of)).collect()
 }
 
+impl CaseRecord {
+    /// Whether a failing check of the case names this kernel.
+    fn blames(&self, kernel: &str) -> bool {
+        let is_part = |byte: char| byte.is_alphanumeric() || byte == '_';
+        let mut failing = self.checks.iter().filter(|check| check.verdict != Verdict::Pass);
+        failing.any(|check| check.message.split(|byte| !is_part(byte)).any(|word| word == kernel))
+    }
+}
+
 impl Report {
     /// For each operator with cases that ran, the paths of its kernels that no case took. Without
-    /// this list a report would present them as tested. External kernels have paths of their own.
+    /// this list a report would present them as tested. A kernel whose fault a case reports ran.
+    /// External kernels have paths of their own.
     pub fn paths_never_run(&self) -> Vec<(&str, Vec<&str>)> {
         let mut never = Vec::new();
         for operator in
@@ -800,7 +810,9 @@ impl Report {
         {
             let cases: Vec<_> =
                 self.cases.iter().filter(|case| case.operator == operator.name).collect();
-            let ran = |path: &String| cases.iter().any(|case| case.paths.contains(path));
+            let ran = |path: &String| {
+                cases.iter().any(|case| case.paths.contains(path) || case.blames(path))
+            };
             let missing: Vec<&str> =
                 operator.paths.iter().filter(|path| !ran(path)).map(String::as_str).collect();
             if !cases.is_empty() && !missing.is_empty() {

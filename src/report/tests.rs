@@ -305,6 +305,15 @@ fn paths_that_no_case_took_are_named() {
     assert!(
         markdown(&report).contains("### Paths that never ran\n\n- rope: `rope_forward_block`\n")
     );
+    let failing = CheckRecord {
+        check: "launch".into(),
+        verdict: Verdict::Fail,
+        message: "kernel `rope_forward_block`, block (0, 0, 0), thread (1, 0, 0): …".into(),
+        ..report.cases[0].checks[0].clone()
+    };
+    let of_rope = report.cases.iter().position(|case| case.operator == "rope").unwrap();
+    report.cases[of_rope].checks.push(failing);
+    assert!(report.paths_never_run().is_empty(), "a kernel that failed ran");
     report.environment.backend = BackendKind::External;
     assert!(report.paths_never_run().is_empty(), "external kernels have paths of their own");
     report.environment.backend = BackendKind::Cuda;
