@@ -20,8 +20,8 @@ use super::probe::Probe;
 use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
-    Arithmetic, Batched, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor, PreparedCase,
-    RoundingPoints, Sequence, Side,
+    Arithmetic, Batched, Given, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor,
+    PreparedCase, RoundingPoints, Sequence, Side,
 };
 use super::{laws, sequence};
 use crate::case::{Case, CaseError};
@@ -418,6 +418,21 @@ impl PreparedCase for Inputs {
 
     fn case(&self) -> Option<Case> {
         self.said.then(|| line(&*self.case, &self.choices))
+    }
+
+    fn given(&self) -> Vec<Given<'_>> {
+        let specs = self.case.tensors();
+        let of = |spec: &TensorSpec| {
+            let tensor = self.tensors.get(spec.name)?;
+            let axes = spec.axes.iter().map(|axis| axis.name).collect();
+            // A variant may hold a tensor in another form than its case declares.
+            (spec.is_given() && tensor.shape.len() == spec.axes.len()).then_some(Given {
+                name: spec.name,
+                tensor,
+                axes,
+            })
+        };
+        specs.present().filter_map(of).collect()
     }
 
     fn oracle(&self, precision: Precision) -> Result<Vec<OracleTensor>, CaseError> {

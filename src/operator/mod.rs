@@ -416,6 +416,11 @@ pub trait PreparedCase: Sync {
         None
     }
 
+    /// The tensors that kernels read, for words about what a variant changed.
+    fn given(&self) -> Vec<Given<'_>> {
+        Vec::new()
+    }
+
     /// Relations between this case and a variant of it that need no oracle.
     fn laws(&self) -> Vec<Law> {
         Vec::new()
@@ -439,6 +444,17 @@ pub trait PreparedCase: Sync {
     fn gradient_probe(&self) -> Option<Box<dyn GradientProbe + '_>> {
         None
     }
+}
+
+/// A tensor that kernels read.
+#[derive(Clone, Debug)]
+pub struct Given<'t> {
+    /// Its name.
+    pub name: &'static str,
+    /// Its values.
+    pub tensor: &'t HostTensor,
+    /// The names of its axes.
+    pub axes: Vec<&'static str>,
 }
 
 /// A relation between the kernel's outputs for two inputs.

@@ -181,9 +181,12 @@ impl Flight {
     }
 }
 
+/// What a thread gets of a planned case.
+type Given = (u64, Case, Origin, Turn);
+
 /// A thread with a device.
 struct Worker<'scope> {
-    jobs: Sender<(u64, Case, Origin)>,
+    jobs: Sender<Given>,
     thread: ScopedJoinHandle<'scope, Result<()>>,
 }
 
@@ -228,7 +231,7 @@ impl Drop for Results {
 fn work(
     open: &Open<'_>,
     checks: CheckOptions,
-    given: &Receiver<(u64, Case, Origin)>,
+    given: &Receiver<Given>,
     results: &Results,
 ) -> Result<()> {
     let device = open()?;

@@ -223,6 +223,74 @@ struct MadeUp<'a> {
     cases: RefCell<Vec<Case>>,
 }
 
+/// A device whose kernels compute something else, by one bit, where a case is run again after
+/// others.
+struct Remembers<'a> {
+    device: &'a Device,
+    cases: RefCell<Vec<String>>,
+}
+
+impl Runner for Remembers<'_> {
+    fn run(
+        &self,
+        prepared: &dyn PreparedCase,
+        exact: &[OracleTensor],
+        contract: Contract,
+    ) -> Result<KernelRun, RunError> {
+        let mut run = Runner::run(self.device, prepared, exact, contract)?;
+        let line = prepared.case().map(|case| case.line()).unwrap_or_default();
+        let mut cases = self.cases.borrow_mut();
+        let is_old = cases.last() != Some(&line) && cases.contains(&line);
+        if let Some(tensor) = run.tensors.first_mut().filter(|_| is_old) {
+            tensor.tensor.bytes[0] ^= 1;
+        }
+        cases.push(line);
+        Ok(run)
+    }
+
+    fn environment(&self) -> &Environment {
+        self.device.environment()
+    }
+
+    fn kernels(&self) -> (String, String) {
+        Default::default()
+    }
+
+    fn replay_command(&self, case: &Case, _schedules: u32) -> String {
+        case.line()
+    }
+
+    fn cannot_vary(&self, _variant: &dyn PreparedCase) -> Option<&'static str> {
+        Some("what runs between a case and itself is another case")
+    }
+}
+
+#[test]
+fn kernels_that_change_while_a_sweep_runs_are_seen_where_the_first_case_runs_again() {
+    for name in ["rms_norm", "swiglu", "topk"] {
+        let operator = registry::find(name).unwrap();
+        let edge_cases = GivenCases::Lots { most: 2, seed: 5 };
+        let checks = CheckOptions { batches: false, ..CheckOptions::of_kernels(0) };
+        let options = SweepOptions { edge_cases, ..options(2, 3, checks) };
+        let mut collected = Collected::default();
+        sweep::sweep(operator, support::device(), &options, &mut collected).unwrap();
+        for record in &collected.records {
+            assert_eq!(record.verdict(), Verdict::Pass, "{}", sweep::failure_text(record));
+        }
+        let runner = Remembers { device: support::device(), cases: RefCell::default() };
+        let mut collected = Collected::default();
+        sweep::sweep(operator, &runner, &options, &mut collected).unwrap();
+        let failing = collected.records.iter().flat_map(|record| &record.checks);
+        let failing: Vec<_> = failing.filter(|check| check.verdict != Verdict::Pass).collect();
+        let [check] = failing.as_slice() else { panic!("{name}: {failing:?}") };
+        assert_eq!(check.check.as_str(), "repeatable");
+        let says = "the operator's first case again, at the end of the sweep";
+        assert!(check.message.starts_with(says), "{}", check.message);
+        let last = collected.records.last().expect("records");
+        assert!(last.checks.iter().any(|check| check.verdict != Verdict::Pass), "{name}");
+    }
+}
+
 /// The time of the test kernels: more than the oracle takes.
 const LAUNCH: Duration = Duration::from_millis(10);
 

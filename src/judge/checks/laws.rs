@@ -4,17 +4,20 @@ use std::cell::OnceCell;
 
 use dsv4_runtime::{Contract, DType, HostTensor};
 
+use super::changes::change;
 use super::differences::{difference_beyond, first_difference, value_difference, with_hint};
 use super::{Outcome, launch};
 use crate::judge::budget::Budget;
 use crate::judge::runner::Runner;
 use crate::judge::truth::{Truth, Unheld};
 use crate::operator::tensors::permuted_along;
-use crate::operator::{KernelRun, KernelTensor, Law, OracleTensor, Relation, rows_of};
+use crate::operator::{
+    KernelRun, KernelTensor, Law, OracleTensor, PreparedCase, Relation, rows_of,
+};
 use crate::record::{Check, Verdict};
 
 pub(super) fn law_checks(
-    law: &Law,
+    (prepared, law): (&dyn PreparedCase, &Law),
     runner: &dyn Runner,
     truth: &Truth,
     base: &KernelRun,
@@ -90,6 +93,8 @@ pub(super) fn law_checks(
                 relate_freely(&a.tensor, &b.tensor, relation, budget)
             }
         };
+        let problem = problem
+            .map(|problem| format!("{problem}; the variant: {}", change(prepared, &*law.variant)));
         outcome.verdict(check.clone(), name, compared, problem);
     }
 }

@@ -1,6 +1,8 @@
 //! Every check of a case: runs the oracle and the kernels, compares, and reports what it found.
 
 mod batches;
+mod beside;
+mod changes;
 mod comparison;
 mod differences;
 mod laws;
@@ -343,7 +345,7 @@ fn run_kernels(
         if enough(outcome) {
             return;
         }
-        law_checks(&law, runner, truth, &first, &budgets, outcome);
+        law_checks((prepared, &law), runner, truth, &first, &budgets, outcome);
     }
     if !options.batches {
         outcome.skip(
