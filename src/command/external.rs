@@ -55,6 +55,11 @@ pub struct ExternalArguments {
     /// Command that is started for each run of a case; {dir} is the run's folder
     #[arg(long, value_name = "COMMAND")]
     cmd: Option<String>,
+    /// A second worker: compare the bits of both, tensor by tensor, and nothing with the oracle
+    ///
+    /// The adapter is of both.
+    #[arg(long, value_name = "COMMAND", requires = "worker", conflicts_with_all = ["time", "only"])]
+    beside: Option<String>,
     /// TOML file of conventions that differ
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
@@ -70,6 +75,9 @@ pub struct ExternalArguments {
     time_limit: f64,
     #[command(flatten)]
     sweep: SweepArguments,
+    /// Make only this check, without the oracle: rows in other batches, bit for bit
+    #[arg(long, value_enum, value_name = "CHECK")]
+    only: Option<Only>,
     /// Run these instead of a sweep: a case as one line of JSON, or a file with one case a line
     #[arg(long, value_name = "CASE|FILE", conflicts_with_all = ["cases", "seed"])]
     case: Option<String>,
@@ -198,6 +206,20 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
     if name.trim().is_empty() {
         bail!("--worker is empty");
     }
+    if arguments.beside.as_ref().is_some_and(|beside| beside.trim().is_empty()) {
+        bail!("--beside is empty");
+    }
+    let other = |command: &String| {
+        let options = ExternalOptions {
+            name: command.clone(),
+            adapter: adapter.clone(),
+            forward_only: arguments.forward_only,
+            keep: arguments.keep.as_ref().map(|dir| dir.join("beside")),
+            ..ExternalOptions::default()
+        };
+        Box::new(External::new(Box::new(Worker::new(command.clone(), time_limit)), options))
+    };
+    let beside = arguments.beside.as_ref().map(other);
     let condition = Condition::both(arguments.condition.clone(), adapter.condition().cloned());
     let options = ExternalOptions {
         name: name.clone(),
@@ -212,6 +234,7 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
                 format!("there is no GPU for them, and the emulator's times say nothing: {error}")
             })
         }),
+        beside,
         keep: arguments.keep.clone(),
     };
     Ok((External::new(call, options), condition))
@@ -222,9 +245,9 @@ fn replayed(arguments: &ExternalArguments) -> String {
     let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
     let adapter = arguments.adapter.as_ref().map(|path| path.display().to_string());
     let mut text = format!("--op {}", arguments.op);
-    for (option, value) in
-        [("cmd", &arguments.cmd), ("worker", &arguments.worker), ("adapter", &adapter)]
-    {
+    let commands =
+        [("cmd", &arguments.cmd), ("worker", &arguments.worker), ("beside", &arguments.beside)];
+    for (option, value) in commands.into_iter().chain([("adapter", &adapter)]) {
         if let Some(value) = value {
             text += &format!(" --{option} {}", quoted(value));
         }
@@ -232,7 +255,7 @@ fn replayed(arguments: &ExternalArguments) -> String {
     if arguments.forward_only {
         text += " --forward-only";
     }
-    if let Some(Only::BatchInvariance) = arguments.sweep.only {
+    if let Some(Only::BatchInvariance) = arguments.only {
         text += " --only batch_invariance";
     }
     text + &format!(" --time-limit {}", arguments.time_limit)
@@ -249,6 +272,8 @@ fn planned(
     let ExternalArguments { op, sweep, costs, out, .. } = arguments;
     // The harness cannot schedule another process at random: the checks report and count it.
     let checks = CheckOptions::everything(sweep.profile().schedules());
+    let (only_batches, only_beside) = (arguments.only.is_some(), arguments.beside.is_some());
+    let checks = CheckOptions { only_batches, only_beside, ..checks };
     let options = SweepOptions {
         condition,
         left_out,

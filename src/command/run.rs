@@ -10,7 +10,7 @@ use dsv4_runtime::{BackendKind, Device, Environment};
 use super::benchmarks::{self, Measured};
 use super::ci::CiArguments;
 use super::progress::Terminal;
-use super::sweep::SweepArguments;
+use super::sweep::{Only, SweepArguments};
 use super::{DeviceArguments, Exit, cores, modules, outcome, workers};
 use crate::judge::checks::CheckOptions;
 use crate::operator::{AnyOperator, Profile};
@@ -30,6 +30,9 @@ pub struct RunArguments {
     pub(super) ops: Option<String>,
     #[command(flatten)]
     pub(super) sweep: SweepArguments,
+    /// Make only this check, without the oracle: rows in other batches, bit for bit
+    #[arg(long, value_enum, value_name = "CHECK")]
+    pub(super) only: Option<Only>,
     /// Random schedules to run each case under on the emulator, 0 for none [default: the profile's]
     ///
     /// The deterministic schedule always runs.
@@ -251,14 +254,14 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
 
 fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     let schedules = super::schedules(arguments.schedules, arguments.sweep.profile(), device);
+    let only_batches = arguments.only.is_some();
+    let checks = CheckOptions { only_batches, ..CheckOptions::everything(schedules) };
     SweepOptions {
         // A shard that saved cases would change the plan of shards that start later: the merge
         // saves them.
         remember: arguments.shard.is_none(),
         time_budget: arguments.time_budget.map(Duration::from_secs),
-        ..arguments
-            .sweep
-            .options(CheckOptions::everything(schedules), arguments.regressions.as_deref())
+        ..arguments.sweep.options(checks, arguments.regressions.as_deref())
     }
 }
 

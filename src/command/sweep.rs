@@ -33,9 +33,6 @@ pub struct SweepArguments {
     /// The rest is counted as skipped.
     #[arg(long, value_name = "N")]
     pub edge_cases: Option<usize>,
-    /// Make only this check, without the oracle: rows in other batches, bit for bit
-    #[arg(long, value_enum, value_name = "CHECK")]
-    pub only: Option<Only>,
     /// Seed of the sweep; `fresh` draws one, prints it and saves it in the report
     #[arg(long, default_value = "0", value_name = "N|fresh")]
     pub seed: Seed,
@@ -68,7 +65,7 @@ impl SweepArguments {
             }),
             remembered: GivenCases::All,
             seed: self.seed.number(),
-            checks: CheckOptions { only_batches: self.only.is_some(), ..checks },
+            checks,
             regressions: Regressions::new(folder),
             remember: false,
             condition: None,

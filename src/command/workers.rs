@@ -245,7 +245,7 @@ fn shard_arguments(
     backend: BackendKind,
     dir: &Path,
 ) -> Vec<OsString> {
-    let RunArguments { ops, sweep, schedules, regressions, costs, device, .. } = arguments;
+    let RunArguments { ops, sweep, only, schedules, regressions, costs, device, .. } = arguments;
     let text = |text: String| Some(OsString::from(text));
     let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.clone().into_os_string());
     let valued = [
@@ -253,10 +253,7 @@ fn shard_arguments(
         ("--profile", text(sweep.profile().name().to_owned())),
         ("--cases", sweep.cases.and_then(|number| text(number.to_string()))),
         ("--edge-cases", sweep.edge_cases.and_then(|number| text(number.to_string()))),
-        (
-            "--only",
-            sweep.only.and_then(|Only::BatchInvariance| text("batch_invariance".to_owned())),
-        ),
+        ("--only", only.and_then(|Only::BatchInvariance| text("batch_invariance".to_owned()))),
         ("--seed", text(sweep.seed.number().to_string())),
         ("--schedules", schedules.and_then(|number| text(number.to_string()))),
         ("--regressions", path(regressions)),

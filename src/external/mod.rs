@@ -133,6 +133,8 @@ pub struct ExternalOptions {
     pub time: bool,
     /// Where ours are timed as well, or why they are not.
     pub ours: Option<Result<Device, String>>,
+    /// Another kernel: both run each case, and their bits are compared.
+    pub beside: Option<Box<External>>,
     /// Where the folders of the runs are kept. Without it they are in a temporary folder for as
     /// long as they are needed.
     pub keep: Option<PathBuf>,
@@ -221,7 +223,8 @@ impl External {
     /// # Errors
     /// What happened instead.
     pub fn start(&self) -> Result<(), RunError> {
-        self.call.borrow_mut().start()
+        self.call.borrow_mut().start()?;
+        self.options.beside.as_ref().map_or(Ok(()), |beside| beside.start())
     }
 
     /// Whether the started worker still runs, before any request.
@@ -229,7 +232,8 @@ impl External {
     /// # Errors
     /// That it does not, with its last output.
     pub fn still_runs(&self) -> Result<(), RunError> {
-        self.call.borrow_mut().still_runs()
+        self.call.borrow_mut().still_runs()?;
+        self.options.beside.as_ref().map_or(Ok(()), |beside| beside.still_runs())
     }
 
     /// Why the kernel does not return a tensor of this side.
@@ -363,6 +367,18 @@ impl Runner for External {
         self.case.replace(Some(case.clone()));
         self.asks_time.set(self.options.time);
         self.times.take();
+        if let Some(beside) = &self.options.beside {
+            beside.begin(case);
+        }
+    }
+
+    fn beside(
+        &self,
+        prepared: &dyn PreparedCase,
+        exact: &[OracleTensor],
+        contract: Contract,
+    ) -> Option<Result<KernelRun, RunError>> {
+        Some(self.options.beside.as_ref()?.run(prepared, exact, contract))
     }
 
     fn times(&self) -> Times {

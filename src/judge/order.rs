@@ -22,6 +22,7 @@ fn rank(check: &CheckRecord, case: &CaseRecord) -> (usize, usize) {
         | Check::Sequence
         | Check::ScheduleIndependent
         | Check::BatchInvariance
+        | Check::Beside
         | Check::Independence => (2, 1),
         Check::Law(_) => (2, 0),
         Check::Forward => (3, 0),

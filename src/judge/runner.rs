@@ -123,6 +123,17 @@ pub trait Runner {
         Ok(None)
     }
 
+    /// Runs the other kernels whose bits are compared with those of [`Self::run`]. `None` where
+    /// there are none.
+    fn beside(
+        &self,
+        _prepared: &dyn PreparedCase,
+        _exact: &[OracleTensor],
+        _contract: Contract,
+    ) -> Option<Result<KernelRun, RunError>> {
+        None
+    }
+
     /// How long the kernels of the case took, where that was requested.
     fn times(&self) -> Times {
         Times::default()

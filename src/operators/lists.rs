@@ -43,22 +43,51 @@ pub enum Lengths {
 /// Values that no kernel may follow. Each is used before any is used again, and the seed decides
 /// their order: a small case has some of them, and which is no matter of its size.
 pub(crate) struct Hostile<T = i32> {
-    values: Vec<T>,
+    /// With their places before the order was drawn.
+    values: Vec<(usize, T)>,
     next: usize,
+    #[cfg(test)]
+    name: String,
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Which values of which list were used: the places used, and how many the list has.
+    static USED: std::cell::RefCell<std::collections::BTreeMap<String, (BTreeSet<usize>, usize)>> =
+        const { std::cell::RefCell::new(std::collections::BTreeMap::new()) };
+}
+
+/// The lists of which [`Hostile`] values were used in this thread since the last call, each with
+/// how many of its values were, and how many it has.
+#[cfg(test)]
+pub(crate) fn take_used() -> Vec<(String, usize, usize)> {
+    let used = USED.take().into_iter();
+    used.map(|(name, (places, all))| (name, places.len(), all)).collect()
 }
 
 impl<T: Copy> Hostile<T> {
     /// These values; `name` is that of the list.
     pub(crate) fn new(seed: u64, name: &str, values: &[T]) -> Self {
-        let mut values = values.to_vec();
+        let mut values: Vec<_> = values.iter().copied().enumerate().collect();
         values.shuffle(Draw::new(seed, &format!("hostile {name}")).rng());
-        Self { values, next: 0 }
+        Self {
+            values,
+            next: 0,
+            #[cfg(test)]
+            name: name.to_owned(),
+        }
     }
 
     /// The next of them.
     pub(crate) fn take(&mut self) -> T {
-        let value = self.values[self.next % self.values.len()];
+        let (_place, value) = self.values[self.next % self.values.len()];
         self.next += 1;
+        #[cfg(test)]
+        USED.with_borrow_mut(|used| {
+            let (places, all) = used.entry(self.name.clone()).or_default();
+            places.insert(_place);
+            *all = self.values.len();
+        });
         value
     }
 }

@@ -35,6 +35,8 @@ pub enum Check {
     Sequence,
     /// `batch_invariance`: a row's bits do not depend on the batch that it comes in.
     BatchInvariance,
+    /// `beside`: another kernel gives the same bits.
+    Beside,
     /// `schedule_independent`: nothing depends on the order in which threads run.
     ScheduleIndependent,
     /// `forward`: each element of an output is within its budget.
@@ -60,7 +62,7 @@ pub enum Check {
 }
 
 /// The checks whose names are fixed.
-const NAMED: [(Check, &str); 22] = [
+const NAMED: [(Check, &str); 23] = [
     (Check::Launch, "launch"),
     (Check::Inputs, "inputs"),
     (Check::Oracle, "oracle"),
@@ -73,6 +75,7 @@ const NAMED: [(Check, &str); 22] = [
     (Check::PoisonIndependent, "poison_independent"),
     (Check::Sequence, "sequence"),
     (Check::BatchInvariance, "batch_invariance"),
+    (Check::Beside, "beside"),
     (Check::ScheduleIndependent, "schedule_independent"),
     (Check::Forward, "forward"),
     (Check::Gradient, "gradient"),

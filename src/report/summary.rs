@@ -13,7 +13,7 @@ use super::numbers::{counted, significant};
 
 /// The checks that a full run holds, in the order of the matrix's columns; after them the laws,
 /// which share one.
-static CHECKS: [Check; 17] = [
+static CHECKS: [Check; 18] = [
     Check::Launch,
     Check::Forward,
     Check::Gradient,
@@ -30,6 +30,7 @@ static CHECKS: [Check; 17] = [
     Check::Sequence,
     Check::ScheduleIndependent,
     Check::BatchInvariance,
+    Check::Beside,
     Check::Independence,
 ];
 

@@ -3,6 +3,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `regressions` | failing cases, shrunk and saved |
+//! | `again` | the first case once more, after all others |
 //! | `progress` | the time that a sweep has used, and which of its failures are shrunk |
 //! | `pool` | the cases of a plan on several devices at the same time |
 //! | `smaller` | cases a little smaller than a failing one |
@@ -26,9 +27,12 @@ use crate::judge::runner::{Runner, Times};
 use crate::operator::{AnyOperator, PreparedCase, Profile};
 use crate::operators::registry;
 use crate::record::{CaseRecord, Check, CheckRecord, Origin, Skip, Verdict, words};
+use crate::sweep::again::Bits;
+pub use crate::sweep::again::{Turn, mark_turns};
 use crate::sweep::progress::{Progress, Shrinks};
 use crate::sweep::regressions::Regressions;
 
+mod again;
 pub mod merge;
 pub mod pool;
 pub mod progress;
@@ -202,6 +206,8 @@ pub struct PlannedCase {
     pub origin: Origin,
     /// Whether it runs only while there is time.
     pub optional: bool,
+    /// What it has to do with the first case, which runs again at the end ([`mark_turns`]).
+    pub turn: Turn,
     /// The strategy's tree of a drawn case, by which it shrinks first if it fails.
     tree: Option<Box<dyn ValueTree<Value = Case>>>,
 }
@@ -218,7 +224,7 @@ impl PlannedCase {
     }
 
     fn without_tree(case: Case, origin: Origin) -> Self {
-        Self { case, origin, optional: false, tree: None }
+        Self { case, origin, optional: false, turn: Turn::Other, tree: None }
     }
 }
 
@@ -285,7 +291,8 @@ pub fn plan(
         let case = tree.current();
         if options.takes(&case)? && (options.condition.is_none() || operator.check(&case).is_ok()) {
             let optional = options.profile == Profile::Smoke;
-            planned.push(PlannedCase { case, origin: Origin::Drawn, optional, tree: Some(tree) });
+            let (origin, turn) = (Origin::Drawn, Turn::Other);
+            planned.push(PlannedCase { case, origin, optional, turn, tree: Some(tree) });
         }
     }
     let matched = planned.len() - before;
@@ -376,6 +383,8 @@ pub fn sweep(
     let (planned, mut skips) =
         plan(operator, options.regressions.load(name)?, options, runner.environment())?;
     observer.planned(name, planned.len());
+    let mut planned = planned;
+    mark_turns(&mut planned.iter_mut().collect::<Vec<_>>(), options);
     let mut progress = Progress::default();
     for (number, planned) in (0..).zip(planned) {
         run_planned(planned, number, runner, options, &mut progress, observer);
@@ -399,7 +408,8 @@ pub fn run_planned(
     observer: &mut dyn Observer,
 ) {
     if progress.admits(&planned, options) {
-        let ran = Ran::of(&planned.case, planned.origin, number, runner, options.checks);
+        let (case, origin) = (&planned.case, planned.origin);
+        let ran = Ran::of((case, origin, &planned.turn), number, runner, options.checks);
         settle(planned, ran, runner, options, progress, observer);
     }
 }
@@ -409,13 +419,14 @@ pub struct Ran {
     record: CaseRecord,
     /// How long it took in total.
     time: Duration,
+    /// The bits of the operator's first case, where this is that case or the last one.
+    bits: Option<Bits>,
 }
 
 impl Ran {
     /// Runs case `number` of a plan.
     pub fn of(
-        case: &Case,
-        origin: Origin,
+        (case, origin, turn): (&Case, Origin, &Turn),
         number: u64,
         runner: &dyn Runner,
         checks: CheckOptions,
@@ -428,7 +439,9 @@ impl Ran {
             ..checks
         };
         let record = run_case(case, origin, runner, checks);
-        Self { record: CaseRecord { plan_number: Some(number), ..record }, time: start.elapsed() }
+        let bits = turn.asks_for(case).map(|first| Bits::of(first, runner));
+        let record = CaseRecord { plan_number: Some(number), ..record };
+        Self { record, time: start.elapsed(), bits }
     }
 }
 
@@ -441,13 +454,16 @@ pub fn settle(
     progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
-    let Ran { record, time } = ran;
+    let Ran { mut record, time, bits } = ran;
     if let Some(why) = record.untestable {
         // This case shows nothing, and the operator's other cases would not either. No record
         // reports that it ran.
         return progress.stop(&planned.case.operator, first_lines(&why));
     }
     progress.ran(&planned.case.operator, time);
+    if let Some(bits) = bits {
+        again::settle(&planned.turn, bits, runner, &mut record, progress);
+    }
     observer.done(record.clone());
     shrink_planned(planned, &record, runner, options, progress, observer);
 }
@@ -462,7 +478,10 @@ pub fn shrink_planned(
     progress: &mut Progress,
     observer: &mut dyn Observer,
 ) {
-    let failing = record.checks.iter().find(|check| check.verdict != Verdict::Pass);
+    // Of a case of its own, which is no smaller for it.
+    let again = |check: &CheckRecord| check.message.starts_with(again::WHEN);
+    let mut failures = record.checks.iter().filter(|check| check.verdict != Verdict::Pass);
+    let failing = failures.find(|check| !again(check));
     let (Origin::Drawn, Some(failing)) = (planned.origin, failing) else { return };
     match progress.shrinks(&record.operator, failing) {
         Shrinks::Known => {}
@@ -718,4 +737,38 @@ pub fn failure_text(record: &CaseRecord) -> String {
     }
     text += &format!("  replay: {}\n", record.replay);
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operators::lists;
+
+    /// Cases whose inputs are fast to draw.
+    const SMALL: u128 = 1 << 16;
+
+    #[test]
+    fn a_sweep_uses_each_member_of_each_hostile_list_of_every_operator() {
+        let mut lists_found = 0;
+        for operator in registry::OPERATORS {
+            let mut cases = operator.edge_cases(Profile::Quick);
+            let strategy = operator.strategy(Profile::Quick);
+            let mut drawing = runner(1, operator.name());
+            let count = operator.default_cases(Profile::Quick);
+            let drawn = (0..count).filter_map(|_| strategy.new_tree(&mut drawing).ok());
+            cases.extend(drawn.map(|tree| tree.current()));
+            lists::take_used();
+            for case in &cases {
+                if operator.elements(case).is_ok_and(|elements| elements <= SMALL) {
+                    let prepared = operator.prepare(case);
+                    assert!(prepared.is_ok(), "{}", case.line());
+                }
+            }
+            for (list, used, all) in lists::take_used() {
+                assert_eq!(used, all, "{}: values of `{list}` that a sweep used", operator.name());
+                lists_found += 1;
+            }
+        }
+        assert!(lists_found > 10, "{lists_found} lists");
+    }
 }

@@ -21,7 +21,7 @@ use crate::operator::size;
 use crate::operators::registry;
 use crate::record::Origin;
 use crate::sweep::progress::Progress;
-use crate::sweep::{self, Observer, PlannedCase, Ran, SweepOptions};
+use crate::sweep::{self, Observer, PlannedCase, Ran, SweepOptions, Turn};
 
 /// Opens the device of one thread.
 pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
@@ -205,7 +205,8 @@ impl<'scope> Worker<'scope> {
 
     fn give(&self, number: u64, planned: &PlannedCase) {
         // Joining the thread reports why it ended.
-        let _ = self.jobs.send((number, planned.case.clone(), planned.origin));
+        let (case, turn) = (planned.case.clone(), planned.turn.clone());
+        let _ = self.jobs.send((number, case, planned.origin, turn));
     }
 
     fn join(self) -> Result<()> {
@@ -238,11 +239,13 @@ fn work(
     // As many threads as cores run already: more threads for an oracle would only wait for each
     // other.
     let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build();
-    let run = |number, case: &Case, origin| Ran::of(case, origin, number, &device, checks);
-    for (number, case, origin) in given {
+    let run = |number, case: &Case, origin, turn: &Turn| {
+        Ran::of((case, origin, turn), number, &device, checks)
+    };
+    for (number, case, origin, turn) in given {
         let ran = match &alone {
-            Ok(alone) => alone.install(|| run(number, &case, origin)),
-            Err(_) => run(number, &case, origin),
+            Ok(alone) => alone.install(|| run(number, &case, origin, &turn)),
+            Err(_) => run(number, &case, origin, &turn),
         };
         if results.sender.send((results.at, Some(ran))).is_err() {
             break;

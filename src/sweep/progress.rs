@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use crate::record::{CaseRecord, CheckRecord, Origin, Skip, Verdict, all_cases_of};
+use crate::sweep::again::Bits;
 use crate::sweep::{PlannedCase, SweepOptions};
 
 /// How many different failures of an operator are shrunk.
@@ -40,6 +41,8 @@ struct Used {
     untestable: Option<String>,
     /// Cases that did not run for that reason.
     not_run: u64,
+    /// The results of its first case, until that runs again.
+    first_bits: Option<Bits>,
 }
 
 /// What to do with a failing case.
@@ -87,6 +90,16 @@ impl Progress {
         self.is_testable(operator)
             && (!planned.optional || self.is_in_time(operator, options.deadline))
             && (!planned.is_drawn() || self.has_time(operator, options.time_budget))
+    }
+
+    /// Keeps the results of an operator's first case.
+    pub(super) fn keep_first(&mut self, operator: &str, bits: Bits) {
+        self.of(operator).first_bits = Some(bits);
+    }
+
+    /// What [`Self::keep_first`] kept.
+    pub(super) fn take_first(&mut self, operator: &str) -> Option<Bits> {
+        self.of(operator).first_bits.take()
     }
 
     /// Whether one more optional case of an operator may start; counts it as late if not.

@@ -273,7 +273,11 @@ impl SweepRequest {
             ),
             None => "none".to_owned(),
         };
-        let only = options.checks.only_batches;
+        let only = match options.checks {
+            CheckOptions { only_beside: true, .. } => "beside",
+            CheckOptions { only_batches: true, .. } => "batch_invariance",
+            _ => "all checks",
+        };
         let settings = [
             ("--ops", self.names.clone()),
             ("--profile", options.profile.name().to_owned()),
@@ -281,7 +285,7 @@ impl SweepRequest {
             ("--edge-cases", number(self.edge_cases, "all")),
             ("--seed", options.seed.to_string()),
             ("--schedules", options.checks.schedules.to_string()),
-            ("--only", if only { "batch_invariance" } else { "all checks" }.to_owned()),
+            ("--only", only.to_owned()),
             ("--costs", costs),
             ("--memory", size::limit().to_string()),
             ("--regressions", digest(&serde_json::to_vec(remembered)?)),
@@ -331,6 +335,10 @@ fn run_missing(
             missing.push((number, planned));
         }
     }
+    super::mark_turns(
+        &mut missing.iter_mut().map(|(_, planned)| planned).collect::<Vec<_>>(),
+        options,
+    );
     recorder.planned("", missing.len());
     match runners {
         Runners::One(one) => {

@@ -28,6 +28,7 @@ use crate::record::{
 };
 
 pub use self::comparison::POWERLESS;
+pub use self::repeats::again;
 
 /// What a sweep requires of each case in addition to the checks that always run.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,8 @@ pub struct CheckOptions {
     pub power: bool,
     /// Only the rows in other batches: no oracle is needed, and nothing else is learnt.
     pub only_batches: bool,
+    /// Only the bits of two kernels beside each other ([`Runner::beside`]): no oracle is needed.
+    pub only_beside: bool,
     /// Whether to triangulate the oracle's gradients. It concerns only the oracle, so once per case
     /// is enough, and a kernel's mutants never need it.
     pub triangulate: bool,
@@ -60,6 +63,7 @@ impl CheckOptions {
             batches: true,
             power: true,
             only_batches: false,
+            only_beside: false,
             triangulate: true,
         }
     }
@@ -186,6 +190,9 @@ pub fn run_until(
     options: CheckOptions,
     enough: impl Fn(&Outcome) -> bool,
 ) -> Outcome {
+    if options.only_beside {
+        return beside::only_beside(prepared, runner);
+    }
     if options.only_batches {
         return only_batches(prepared, runner, &enough);
     }

@@ -3,13 +3,13 @@
 use dsv4_runtime::{Contract, HostTensor};
 
 use super::differences::{difference_beyond, first_difference, with_hint};
-use super::{CheckOptions, Outcome, launch, memory_checks};
+use super::{CheckOptions, Outcome, launch, launched, memory_checks};
 use crate::judge::budget::Budget;
-use crate::judge::runner::Runner;
+use crate::judge::runner::{RunError, Runner};
 use crate::judge::truth::Truth;
 use crate::judge::{agreement, failing};
-use crate::operator::{KernelRun, OracleTensor, PreparedCase, Repeat, Sequence};
-use crate::record::Check;
+use crate::operator::{KernelRun, KernelTensor, OracleTensor, PreparedCase, Repeat, Sequence};
+use crate::record::{Check, CheckRecord, Skip};
 
 /// Runs again: the same way, under another poison, after other data, under random schedules.
 pub(super) fn repeat_checks(
@@ -130,6 +130,26 @@ pub(super) fn same_results(
         };
         outcome.verdict(check.clone(), a.name, a.tensor.elements() as u64, problem);
     }
+}
+
+/// Compares a later run of a case with its first one, bit for bit where bits must repeat.
+pub fn again(
+    first: &KernelRun,
+    second: Result<KernelRun, RunError>,
+    runner: &dyn Runner,
+    when: &str,
+) -> (Vec<CheckRecord>, Vec<Skip>) {
+    let mut outcome = Outcome::default();
+    if let Some(second) = launched(second, Check::Launch, &mut outcome) {
+        let repeat = |tensor: &&KernelTensor| {
+            tensor.deterministic && runner.rounds_freely(tensor.name).is_none()
+        };
+        let tensors = first.tensors.iter().filter(repeat).cloned().collect();
+        let first = KernelRun { tensors, ..first.clone() };
+        same_results(Check::Repeatable, runner, &first, &second, &[], &mut outcome);
+    }
+    outcome.name_run(0, when);
+    (outcome.checks, outcome.skips)
 }
 
 /// An element that still holds the poison of each of two differently poisoned runs was never
