@@ -104,6 +104,9 @@ impl Operator for MoeExpand {
     }
 
     fn batches(c: &MoeExpandCase, batches: &mut Batches<'_, Self>) {
+        if !c.rows.is_whole() {
+            return batches.skip(BatchAxis::Company, "the rank received some of the rows");
+        }
         batches.rows_with("num_tokens", |tensors, cut| {
             let rows = c.rows.cut(tensors, "dy", cut);
             vec![Same::along("y", 0, &rows)]

@@ -133,6 +133,9 @@ impl Operator for MoeReduce {
     }
 
     fn batches(c: &MoeReduceCase, batches: &mut Batches<'_, Self>) {
+        if !c.rows.is_whole() {
+            return batches.skip(BatchAxis::Company, "the rank received some of the rows");
+        }
         batches.rows_with("num_tokens", |tensors, cut| {
             let rows = c.rows.cut(tensors, "y", cut);
             vec![Same::along("dy", 0, &rows)]

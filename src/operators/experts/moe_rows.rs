@@ -23,6 +23,10 @@ pub struct MoeRows {
     pub alignment: usize,
     /// Positions beyond the necessary rows.
     pub spare_positions: usize,
+    /// Rows that this rank received, the first ones: the slots of all others have no row here.
+    /// Absent: all rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub received: Option<usize>,
     /// The experts in the slots.
     pub experts: Experts,
     /// Channels.
@@ -44,6 +48,7 @@ impl MoeRows {
             num_experts,
             alignment: 4,
             spare_positions: 3,
+            received: None,
             experts,
             hidden_size,
             dtype,
@@ -57,9 +62,12 @@ impl MoeRows {
         let extents =
             (extent(tokens, 4), topk, 1..=24usize, select(vec![1usize, 4, 8, 37]), 0..200usize);
         let channels = prop_oneof![2 => extent(channels, 128), 2 => 1..=80usize];
+        // Of 16 ranks one has no row, and two have some.
+        let received =
+            prop_oneof![13 => Just(None), 1 => Just(Some(0)), 2 => (1..40usize).prop_map(Some)];
         (
             extents,
-            select(Experts::ALL.to_vec()),
+            (select(Experts::ALL.to_vec()), received),
             channels,
             Float::strategy(),
             Data::strategy(-20..=20),
@@ -67,22 +75,25 @@ impl MoeRows {
             .prop_map(
                 |(
                     (num_tokens, topk, num_experts, alignment, spare_positions),
-                    experts,
+                    (experts, received),
                     hidden_size,
                     dtype,
                     data,
                 )| {
-                    Self {
+                    let all = Self {
                         num_tokens,
                         topk,
                         num_experts,
                         alignment,
                         spare_positions,
+                        received: None,
                         experts,
                         hidden_size,
                         dtype,
                         data,
-                    }
+                    };
+                    let received = received.filter(|&rows| rows <= all.num_positions());
+                    Self { received, ..all }
                 },
             )
             .boxed()
@@ -103,6 +114,10 @@ impl MoeRows {
             with(Experts::Repeated, Self::plain([4, 17, 5], 72)),
             // Rows without a slot after the last expert: more than a block reads.
             Self { spare_positions: 300, alignment: 37, ..Self::plain([4, 2, 6], 16) },
+            // Ranks with tokens, of which one received no row and one the first few.
+            Self { received: Some(0), ..with(Experts::Distinct, Self::plain([5, 3, 8], 24)) },
+            Self { received: Some(0), dtype: Float::F32, ..Self::plain([5, 3, 8], 9) },
+            Self { received: Some(6), ..with(Experts::Repeated, Self::plain([7, 3, 4], 40)) },
         ]
     }
 
@@ -124,7 +139,19 @@ impl MoeRows {
         if !(1..=512).contains(&self.num_experts) {
             return refuse("num_experts", format!("{} must be 1 to 512", self.num_experts));
         }
-        MoeMapCase::check_alignment(self.alignment)
+        MoeMapCase::check_alignment(self.alignment)?;
+        let all = self.map().num_positions();
+        match self.received {
+            Some(rows) if rows > all => {
+                refuse("received", format!("{rows} is more than all {all} rows"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Rows of experts on this rank.
+    fn num_positions(&self) -> usize {
+        self.received.unwrap_or_else(|| self.map().num_positions())
     }
 
     pub(crate) fn of_tokens(&self) -> [Axis; 2] {
@@ -132,7 +159,7 @@ impl MoeRows {
     }
 
     pub(crate) fn of_positions(&self) -> [Axis; 2] {
-        [axis("num_positions", self.map().num_positions()), self.of_tokens()[1]]
+        [axis("num_positions", self.num_positions()), self.of_tokens()[1]]
     }
 
     pub(crate) fn of_slots(&self) -> [Axis; 2] {
@@ -180,14 +207,25 @@ impl MoeRows {
 
     /// Replaces the maps of a smaller case by those of this case.
     pub(crate) fn set_maps(&self, tensors: &mut Tensors) -> OracleResult<()> {
-        let maps = self.map().maps()?;
-        for name in ["token_topk_to_pos", "pos_to_token"] {
-            let map = maps.tensor(name)?;
-            let numbers: Vec<i32> =
-                elements(map)?.into_iter().map(|number| number as i32).collect();
-            tensors.put(name, HostTensor::from_i32(map.dims(), &numbers));
-        }
+        let (maps, rows) = (self.map().maps()?, self.num_positions());
+        let numbers = |name| -> OracleResult<Vec<i32>> {
+            let numbers = elements(maps.tensor(name)?)?;
+            Ok(numbers.into_iter().map(|number| number as i32).collect())
+        };
+        let (mut positions, mut tokens) = (numbers("token_topk_to_pos")?, numbers("pos_to_token")?);
+        tokens.truncate(rows);
+        let elsewhere = |position: &&mut i32| **position >= rows as i32;
+        positions.iter_mut().filter(elsewhere).for_each(|position| *position = -1);
+        let slots = [self.num_tokens, self.topk];
+        tensors.put("token_topk_to_pos", HostTensor::from_i32(&slots, &positions));
+        tensors.put("pos_to_token", HostTensor::from_i32(&[rows], &tokens));
         Ok(())
+    }
+
+    /// Whether other batches can be made of the case: where a rank received some of the rows, a
+    /// larger batch may need more.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.received.is_none_or(|rows| rows == 0)
     }
 
     /// Rows of experts for the tokens of a cut: those of each token, in another order. `rows` are
@@ -199,7 +237,7 @@ impl MoeRows {
         cut: &Cut,
     ) -> Vec<(usize, usize)> {
         let batch = Self { num_tokens: cut.order.len(), ..self.clone() };
-        let count = batch.map().num_positions();
+        let count = batch.num_positions();
         let old = tensors.i32s("pos_to_token").len();
         let (mut tokens, mut sources) = (vec![-1; count], vec![0; count]);
         let (mut next, mut pairs) = (0, Vec::new());
@@ -251,7 +289,7 @@ impl MoeRows {
     /// Bytes of the rows without a slot where every slot has a row, as in a benchmark. No kernel
     /// reads them.
     pub(crate) fn unread_bytes(&self) -> f64 {
-        let rows = self.map().num_positions() - self.num_tokens * self.topk;
+        let rows = self.num_positions() - self.num_tokens * self.topk;
         (rows * self.hidden_size * self.dtype.dtype().size()) as f64
     }
 
