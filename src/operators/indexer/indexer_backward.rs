@@ -355,7 +355,7 @@ impl Operator for IndexerBackward {
             &linear[..if c.is_atomic() { 2 } else { 3 }],
         );
         if c.keys.packed {
-            ranking::ends_law(laws, of(1.0, 1.0));
+            ranking::ends_law(laws, c.keys.num_keys, of(1.0, 1.0));
         }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {

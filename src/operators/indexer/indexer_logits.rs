@@ -80,7 +80,7 @@ pub struct IndexerLogitsCase {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of causal limits.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, followed by one extra token.
+    /// Packed sequences, some without tokens or keys, followed by extra tokens and keys.
     /// Of causal limits.
     pub packed: bool,
     /// Whether columns that a token does not see are set to -infinity. Otherwise they are
@@ -529,6 +529,23 @@ impl Operator for IndexerLogits {
         cases
     }
 
+    /// Contexts of more than 8,192 columns, of which every seventh page is absent: more tiles than
+    /// a pipeline has stages, and a work tile longer than any other case's. Ranges as long.
+    fn long_cases() -> Vec<IndexerLogitsCase> {
+        let [bf16, e4m3, e2m1] = Operands::ALL;
+        let all = |case| IndexerLogitsCase { lengths: Lengths::Absent, ..case };
+        let absent = |next_n: usize, columns: usize, operands| {
+            let case = all(paged(1, next_n, 2, columns, operands));
+            IndexerLogitsCase { num_pages: case.table_pages * 7 / 8, ..case }
+        };
+        vec![
+            absent(1, 8300, e4m3),
+            all(flat(2, 2, 8300, bf16)),
+            hopper(absent(1, 8300, e4m3)),
+            hopper(absent(2, 2300, e2m1)),
+        ]
+    }
+
     fn amend(c: &IndexerLogitsCase, tensors: &mut Tensors) -> OracleResult<()> {
         draw_operands(c, tensors);
         match c.addressing {
@@ -652,7 +669,7 @@ impl Operator for IndexerLogits {
             Addressing::Causal => {
                 if c.packed {
                     let equal = laws.all(Relation::Times(1.0));
-                    ranking::ends_law(laws, equal);
+                    ranking::ends_law(laws, c.num_keys, equal);
                 }
                 laws.independent("num_tokens");
                 range_law(c, laws);
@@ -883,18 +900,21 @@ fn draw_ranges(c: &IndexerLogitsCase) -> [Vec<i32>; 2] {
     [ranges.iter().map(|range| range.0).collect(), ranges.iter().map(|range| range.1).collect()]
 }
 
-/// Distinct pages in any order. Where lengths are hostile, every seventh does not exist.
+/// Distinct pages in any order. Where lengths are hostile, or there are too few pages for the table,
+/// every seventh does not exist.
 fn draw_table(c: &IndexerLogitsCase) -> Vec<i32> {
     let mut draw = Draw::new(c.data.seed, "block_table");
     let mut pages: Vec<i32> = (0..c.num_pages as i32).collect();
     pages.shuffle(draw.rng());
     let beyond = c.num_pages as i32;
     let mut none = Hostile::new(c.data.seed, "block_table", &[-1, beyond, i32::MIN, i32::MAX]);
+    let slots = c.batch * c.table_pages;
+    let absent = c.lengths == Lengths::Hostile || c.num_pages < slots;
     let page = |at: usize| match pages.get(at) {
-        Some(&page) if c.lengths != Lengths::Hostile || at % 7 != 3 => page,
+        Some(&page) if !absent || at % 7 != 3 => page,
         _ => none.take(),
     };
-    (0..c.batch * c.table_pages).map(page).collect()
+    (0..slots).map(page).collect()
 }
 
 fn draw_lengths(c: &IndexerLogitsCase) -> Vec<i32> {

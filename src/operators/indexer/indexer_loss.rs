@@ -516,7 +516,7 @@ impl Operator for IndexerLoss {
         laws.scale("grad_loss counts once", "grad_loss", 4.0, &linear);
         if c.keys.packed {
             let equal = laws.all(Relation::Times(1.0));
-            ranking::ends_law(laws, equal);
+            ranking::ends_law(laws, c.keys.num_keys, equal);
         }
         laws.independent("num_tokens");
         if c.keys.is_selected() && !c.keys.packed {

@@ -295,7 +295,7 @@ impl Operator for IndexerRecompute {
         laws.scale("weights count once", "w", 2.0, &[("logits", 2.0)]);
         if c.keys.packed {
             let equal = laws.all(Relation::Times(1.0));
-            ranking::ends_law(laws, equal);
+            ranking::ends_law(laws, c.keys.num_keys, equal);
             laws.independent("num_tokens");
         } else {
             laws.separate("num_tokens", "tokens may be permuted");

@@ -53,8 +53,8 @@ pub struct RankedKeys {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, followed by extra tokens.
-    /// Otherwise one sequence.
+    /// Packed sequences ([`draw_sequences`]), some without tokens or keys, followed by extra tokens
+    /// and keys. Otherwise one sequence.
     pub packed: bool,
     /// Keys of the longest sequence that a row has no column for. Of `causal` and `packed`.
     pub left_out: usize,
@@ -375,12 +375,16 @@ pub(crate) fn batches<K: Operator>(
 /// not read keys that do not exist.
 pub(crate) fn ends_law<K: Operator>(
     laws: &mut Laws<'_, K>,
+    num_keys: usize,
     relations: impl IntoIterator<Item = (&'static str, Relation)>,
 ) {
     let beyond = |v: &mut Variant<K>| {
         v.tensors.edit_i32s("cu_k", |ends| {
-            if let [first, .., last] = ends {
-                (*first, *last) = (-5, *last + 9);
+            // Ends of the sequences behind the last one with keys, too.
+            let all = ends.iter_mut().filter(|end| **end == num_keys as i32);
+            all.for_each(|end| *end += 9);
+            if let Some(first) = ends.first_mut().filter(|first| **first == 0) {
+                *first = -5;
             }
         });
     };
@@ -392,26 +396,36 @@ pub(crate) fn left_out() -> impl Strategy<Value = usize> {
     prop_oneof![2 => Just(0usize), 1 => 1..=60usize]
 }
 
-/// Five sequences: the second has no token, the fourth no key. In two of three cases a token
-/// belongs to no sequence.
+/// One to nine sequences; in every second case five, of which the second has no token and the fourth
+/// no key. In two of three cases a token belongs to no sequence, and in every fourth keys do not,
+/// as where lists and buffers are longer than what a batch needs: empty sequences stand behind the
+/// last one.
 pub(crate) fn draw_sequences(
     seed: u64,
     num_tokens: usize,
     num_keys: usize,
 ) -> reference::Sequences {
     let mut draw = Draw::new(seed, "sequences");
+    let count = if seed % 2 == 1 { 5 } else { 1 + draw.rng().random_range(0..9) };
+    let padded = seed % 4 == 2;
     let mut ends = |total: usize, empty: usize| {
-        let mut ends: Vec<i32> =
-            (0..4).map(|_| draw.rng().random_range(0..=total as i32)).collect();
+        let inner = (1..count).map(|_| draw.rng().random_range(0..=total as i32));
+        let mut ends: Vec<i32> = inner.collect();
         ends.sort_unstable();
         ends.insert(0, 0);
         ends.push(total as i32);
-        ends[empty + 1] = ends[empty];
+        if empty + 1 < count {
+            ends[empty + 1] = ends[empty];
+        }
+        if padded {
+            ends.extend([total as i32; 2]);
+        }
         ends
     };
     let unowned = usize::from(!seed.is_multiple_of(3));
     let cu_q = ends(num_tokens.saturating_sub(unowned), 1);
-    reference::Sequences { cu_q, cu_k: ends(num_keys, 3) }
+    let unowned = if padded { num_keys / 5 } else { 0 };
+    reference::Sequences { cu_q, cu_k: ends(num_keys - unowned, 3) }
 }
 
 /// Positions of the sequences' first queries: from before a sequence's first key to after its

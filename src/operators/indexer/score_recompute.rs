@@ -58,7 +58,7 @@ pub struct ScoreRecomputeCase {
     pub ratio: usize,
     /// Whether the sequences' first queries have positions other than 0. Of `causal`.
     pub q_off: bool,
-    /// Five packed sequences, one without tokens and one without keys, followed by extra tokens.
+    /// Packed sequences, some without tokens or keys, followed by extra tokens and keys.
     /// Otherwise one sequence.
     pub packed: bool,
     /// Keys of the longest sequence that have no column. Of `causal` and `packed`, where lse is
@@ -610,7 +610,7 @@ impl Operator for ScoreRecompute {
         scale_law(laws);
         if c.packed {
             let equal = laws.all(Relation::Times(1.0));
-            ranking::ends_law(laws, equal);
+            ranking::ends_law(laws, c.num_keys, equal);
         }
         laws.independent("num_tokens");
         if !c.packed {
