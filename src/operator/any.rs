@@ -43,6 +43,9 @@ fn sms_of(seed: u64) -> Option<u32> {
     SMS_OF_CASES.get((seed / 2 % (2 * SMS_OF_CASES.len() as u64)) as usize).copied()
 }
 
+/// Typical cases that are run with dense tensors at addresses off by one.
+const SHIFTED: usize = 2;
+
 /// The case on an emulated device with one SM.
 fn on_one_sm(mut case: Case) -> Case {
     case.fields.insert(SMS.to_owned(), 1.into());
@@ -358,14 +361,19 @@ impl AnyOperator {
 
     /// Cases that every sweep runs first, because chance must not skip them.
     pub fn edge_cases(&self, profile: Profile) -> Vec<Case> {
-        let own = self.0.edge_cases(profile).into_iter().map(|case| with_unlike_gaps(&case));
+        let (own, grown) = (self.0.edge_cases(profile), limits::edge_cases(self.0, profile));
+        let known: Vec<AnyCase> = own.iter().chain(&grown).cloned().collect();
+        let long_already: Vec<AnyCase> = grown.iter().step_by(2).cloned().collect();
+        let limits::Beyond { tiles, long } = limits::beyond_tiles(self.0, &known, &long_already);
+        let beyond = tiles.into_iter().chain(limits::of_production(self.0, &known));
+        let own = own.into_iter().chain(beyond).map(|case| with_unlike_gaps(&case));
         // Every second one has all its work tiles in one block.
-        let grown = limits::edge_cases(self.0, profile).into_iter().enumerate();
-        let grown = grown.map(|(turn, case)| {
+        let grown = grown.into_iter().enumerate().map(|(turn, case)| {
             let case = with_unlike_gaps(&case);
             if turn % 2 == 0 { on_one_sm(case) } else { case }
         });
-        let long = self.0.long_cases().into_iter().map(|case| on_one_sm(with_unlike_gaps(&case)));
+        let long = self.0.long_cases().into_iter().chain(long);
+        let long = long.map(|case| on_one_sm(with_unlike_gaps(&case)));
         let asked = self.0.invariant_cases();
         let asked = asked.iter().filter_map(asked_for_invariance);
         let own = own.chain(grown).chain(long).chain(asked);
@@ -380,7 +388,13 @@ impl AnyOperator {
             let choices: Vec<Choices> = special.chain(laid_out).collect();
             choices.into_iter().map(move |choices| line(&*case, &choices))
         });
-        let gridded = self.with_other_sms();
+        // Addresses alone forbid wide accesses.
+        let shifted = self.0.typical().into_iter().take(SHIFTED).filter_map(|case| {
+            let layouts = layouts::dense_off_by_one(&case.tensors());
+            let choices = Choices { layouts, ..Choices::default() };
+            (!choices.layouts.is_empty()).then(|| line(&*case, &choices))
+        });
+        let gridded = self.with_other_sms().chain(shifted);
         own.chain(varied).chain(special_in_turn(&self.0.typical())).chain(gridded).collect()
     }
 

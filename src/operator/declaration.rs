@@ -438,6 +438,11 @@ impl TensorSpec {
         self.part != Part::Observed
     }
 
+    /// Whether its memory may start anywhere between two addresses of 16 bytes.
+    pub(super) fn takes_offsets(&self) -> bool {
+        self.is_stored()
+    }
+
     /// Whether kernels write it.
     pub fn is_written(&self) -> bool {
         matches!(self.part, Part::Output | Part::Gradient { .. } | Part::State | Part::Scratch)

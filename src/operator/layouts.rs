@@ -34,6 +34,9 @@ const MOST_HUGE_BYTES: usize = 36 << 30;
 /// The address range that a device reserves holds them twice.
 pub(super) const MOST_ADDRESSES: usize = 1 << 37;
 
+/// Most elements before the first one of a tensor.
+const MOST_OFFSET: usize = 256;
+
 /// That many elements of any type are a multiple of the 16 bytes of the widest access.
 const WHOLE_VECTOR: usize = 16;
 
@@ -48,6 +51,13 @@ pub struct TensorLayout {
     /// next outer axis.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gaps: BTreeMap<String, usize>,
+    /// Elements between an address that every kernel takes and the tensor's first element.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub offset: usize,
+}
+
+fn is_zero(offset: &usize) -> bool {
+    *offset == 0
 }
 
 /// Layouts by the names of tensors; dense where a tensor is missing.
@@ -82,8 +92,22 @@ impl TensorLayout {
                 .ok_or_else(|| format!("`{}`: too large a gap", spec.name))?;
         }
         self.hold_to(spec, &order, &mut gaps)?;
-        Layout::of(&spec.shape(), &order, &gaps)
-            .map_err(|error| format!("`{}`: {error}", spec.name))
+        let layout = Layout::of(&spec.shape(), &order, &gaps)
+            .map_err(|error| format!("`{}`: {error}", spec.name))?;
+        self.shifted(spec, layout)
+    }
+
+    /// The layout behind [`Self::offset`] elements.
+    fn shifted(&self, spec: &TensorSpec, layout: Layout) -> Result<Layout, String> {
+        let (unit, offset) = (unit_of(spec), self.offset);
+        if offset > MOST_OFFSET || !offset.is_multiple_of(unit) {
+            return Err(format!(
+                "`{}`: an offset of {offset} elements; it must be a multiple of {unit} up to {MOST_OFFSET}",
+                spec.name
+            ));
+        }
+        let elements = layout.elements.saturating_add(offset);
+        Ok(Layout { offset: layout.offset + offset, elements, ..layout })
     }
 
     /// Indices of the axes, from the outermost in memory to the innermost.
@@ -154,6 +178,16 @@ impl TensorLayout {
     }
 }
 
+/// Elements in the distance between two addresses that a tensor's kernel takes.
+fn unit_of(spec: &TensorSpec) -> usize {
+    match spec.strides {
+        Strides::Dense => 1,
+        Strides::Rows { align } | Strides::OrderedRows { align } => {
+            (align / spec.dtype.size()).max(1)
+        }
+    }
+}
+
 /// The bytes over which a tensor is spread.
 ///
 /// # Errors
@@ -204,8 +238,25 @@ pub fn strategy(count: usize) -> BoxedStrategy<Vec<Choice>> {
 
 /// The layouts that result from choices, one for each declared tensor, in a case. A choice that a
 /// tensor cannot have becomes dense. All gaps are whole accesses where the case's seed is even.
+///
+/// In one of eight cases every tensor starts one unit after an address that all kernels take.
 pub fn resolve(specs: &Specs, choices: &[Choice]) -> Layouts {
-    lay_out(specs, specs.seed.is_multiple_of(2), choices)
+    let layouts = lay_out(specs, specs.seed.is_multiple_of(2), choices);
+    if specs.seed % 8 == 5 { offset_by_one(specs, layouts) } else { layouts }
+}
+
+/// Dense tensors, each at an address off by one: rows that 16-byte accesses fit, but for where they
+/// start.
+pub fn dense_off_by_one(specs: &Specs) -> Layouts {
+    offset_by_one(specs, Layouts::new())
+}
+
+/// The layouts with every tensor one unit off: an element, or what its kernel aligns rows to.
+fn offset_by_one(specs: &Specs, mut layouts: Layouts) -> Layouts {
+    for spec in specs.present().filter(|spec| spec.placed.is_none() && spec.takes_offsets()) {
+        layouts.entry(spec.name.to_owned()).or_default().offset = unit_of(spec);
+    }
+    layouts
 }
 
 fn lay_out(specs: &Specs, whole_vectors: bool, choices: &[Choice]) -> Layouts {
@@ -265,6 +316,7 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
             Some(TensorLayout {
                 order: turned.map(|at| name(at).to_owned()).collect(),
                 gaps: gaps.into_iter().collect(),
+                offset: 0,
             })
         }
         Choice::Turned(..) => None,
@@ -322,13 +374,13 @@ fn all(specs: &Specs, whole_vectors: bool, choice: &dyn Fn(usize) -> Choice) -> 
     lay_out(specs, whole_vectors, &(0..specs.all().len()).map(choice).collect::<Vec<_>>())
 }
 
-/// Layouts at the start of every operator's sweep: gaps that are all different, odd gaps, axes in
-/// another order, and huge strides along each axis. Huge strides apply to as many tensors at a time
+/// Layouts at the start of every operator's sweep: gaps that are all different, odd gaps behind
+/// addresses off by one, axes in another order, and huge strides along each axis. Huge strides apply to as many tensors at a time
 /// as fit a GPU's memory.
 pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     let mut found = vec![
         unlike_gaps(specs),
-        all(specs, false, &|tensor| Choice::Gap(0, 1 + tensor)),
+        offset_by_one(specs, all(specs, false, &|tensor| Choice::Gap(0, 1 + tensor))),
         all(specs, true, &|tensor| Choice::Turned(1, 1 + tensor)),
     ];
     let places = |spec: &TensorSpec| Places::of(spec).map_or(0, |places| places.count);

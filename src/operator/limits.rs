@@ -2,6 +2,9 @@
 //! the largest value that the declaration allows. Where that costs a sweep too much, it takes the
 //! largest affordable value. The other sizes shrink to make room. Operators declare nothing for
 //! this.
+//!
+//! Three kinds of cases follow from the same fields: rows as wide as the model's, more rows than a
+//! grid has blocks, and, for each kind of kernels and each extent, one that is larger than a tile.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +12,8 @@ use serde_json::Value;
 
 use super::Profile;
 use super::any::{AnyCase, Declaration};
-use super::declaration::Specs;
+use super::declaration::{Specs, TensorSpec};
+use super::format_of;
 use super::lines::checked;
 use crate::case::Case;
 
@@ -27,15 +31,164 @@ const STEPS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 /// One case for each field that is an extent, at its largest value.
 pub(super) fn edge_cases(operator: &dyn Declaration, profile: Profile) -> Vec<AnyCase> {
-    let typical: Vec<Value> =
-        operator.typical().iter().map(|case| Value::Object(case.line().fields)).collect();
-    let fields: BTreeSet<String> =
-        typical.iter().flat_map(|case| extents(operator, case)).collect();
+    let typical = values(&operator.typical());
+    let fields = fields_of(operator, &typical);
     let largest = |(turn, field): (usize, &String)| {
         let mut turns = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
         turns.find_map(|case| grown(operator, case, field, room(profile)))
     };
     fields.iter().enumerate().filter_map(largest).collect()
+}
+
+/// The width of the model's rows.
+const PRODUCTION_WIDTH: u64 = 7168;
+/// More rows than a GPU has blocks in flight, and no multiple of anything.
+const TALL: u64 = 1031;
+/// The largest tile along any axis of most kernels.
+const TILE: u64 = 64;
+/// Elements that a case of the model's width, or a tall one, may add to a small case.
+const ROOM_TO_PRODUCTION: usize = 1 << 18;
+/// Elements that a case may add where one extent is larger than a tile.
+const ROOM_BEYOND_A_TILE: usize = 1 << 16;
+/// The same for the longest case of a kind of kernels.
+const ROOM_TO_A_LONG_CASE: usize = 1 << 14;
+
+fn values(cases: &[AnyCase]) -> Vec<Value> {
+    cases.iter().map(|case| Value::Object(case.line().fields)).collect()
+}
+
+fn fields_of(operator: &dyn Declaration, cases: &[Value]) -> BTreeSet<String> {
+    cases.iter().flat_map(|case| extents(operator, case)).collect()
+}
+
+/// A case as wide as the model's rows, and one with over a thousand rows, each where the operator
+/// has such an axis and `known` cases do not reach as far.
+pub(super) fn of_production(operator: &dyn Declaration, known: &[AnyCase]) -> Vec<AnyCase> {
+    let (typical, known) = (values(&operator.typical()), values(known));
+    let fields = fields_of(operator, &typical);
+    let reach = |is_such: fn(&Specs, &str) -> bool, least: u64, to: u64| {
+        let reaches = |field: &String| {
+            known.iter().any(|case| number(case, field).is_some_and(|number| number >= least))
+        };
+        let such = |case: &Value, field: &String| {
+            case_of(operator, case).is_some_and(|(_, specs)| is_such(&specs, name_of(field)))
+        };
+        let of_such = |field: &&String| typical.iter().any(|case| such(case, field));
+        let fields: Vec<&String> = fields.iter().filter(of_such).collect();
+        if fields.iter().any(|field| reaches(field)) {
+            return None;
+        }
+        let tried = fields.iter().flat_map(|field| typical.iter().map(move |case| (case, *field)));
+        let cases = tried.filter(|(case, field)| such(case, field)).filter_map(|(case, field)| {
+            let small = with_small_others(operator, case, field);
+            let wide = with(&small, field, to);
+            let added = size(operator, &wide)?.saturating_sub(size(operator, &small)?);
+            (added <= ROOM_TO_PRODUCTION).then_some((added, wide))
+        });
+        let (_, cheapest) = cases.min_by_key(|(added, _)| *added)?;
+        case_of(operator, &cheapest).map(|(case, _)| case)
+    };
+    let wide = reach(is_width, PRODUCTION_WIDTH, PRODUCTION_WIDTH);
+    let tall = reach(is_count_of_rows, 1000, TALL);
+    wide.into_iter().chain(tall).collect()
+}
+
+/// The name of a field that is given by its JSON pointer.
+fn name_of(field: &str) -> &str {
+    field.rsplit('/').next().unwrap_or(field)
+}
+
+/// Whether rows of numbers are this long.
+fn is_width(specs: &Specs, name: &str) -> bool {
+    let is_last = |spec: &TensorSpec| {
+        let last = spec.axes.len().checked_sub(1).filter(|&last| last > 0);
+        last.is_some() && spec.axis(name) == last
+    };
+    specs.present().any(|spec| format_of(spec.dtype).is_some() && is_last(spec))
+}
+
+/// Whether tensors have that many rows, and no row of numbers is this long.
+fn is_count_of_rows(specs: &Specs, name: &str) -> bool {
+    let first = |spec: &TensorSpec| spec.axes.len() > 1 && spec.axis(name) == Some(0);
+    !is_width(specs, name) && specs.present().any(first)
+}
+
+/// The fields by which the typical cases choose kernels: names and flags, where they differ.
+fn choosing_fields(typical: &[Value]) -> BTreeSet<String> {
+    let chooses = |value: &Value| value.is_string() || value.is_boolean();
+    let names = typical.iter().filter_map(Value::as_object).flatten();
+    let names = names.filter(|(_, value)| chooses(value)).map(|(name, _)| name.clone());
+    let differs = |name: &String| typical.iter().any(|case| case.get(name) != typical[0].get(name));
+    names.filter(differs).collect()
+}
+
+/// For each kind of kernels (typical cases that differ in a name or a flag) and each extent: a case
+/// in which it is larger than a tile, unless `known` cases of that kind have one. And for each kind
+/// the longest affordable case along its cheapest extent, unless `long` has one of that kind.
+pub(super) fn beyond_tiles(
+    operator: &dyn Declaration,
+    known: &[AnyCase],
+    long: &[AnyCase],
+) -> Beyond {
+    let (typical, known, long) = (values(&operator.typical()), values(known), values(long));
+    let choosing = choosing_fields(&typical);
+    let kind = |case: &Value| -> Vec<Value> {
+        choosing.iter().map(|name| case.get(name).cloned().unwrap_or(Value::Null)).collect()
+    };
+    let mut beyond = Beyond::default();
+    let mut kinds: Vec<Vec<Value>> = Vec::new();
+    for case in &typical {
+        if kinds.contains(&kind(case)) {
+            continue;
+        }
+        kinds.push(kind(case));
+        for field in extents(operator, case) {
+            let is_beyond = |known: &&Value| number(known, &field).is_some_and(|n| n > TILE);
+            if !known
+                .iter()
+                .filter(|known| kind(known) == kind(case))
+                .any(|known| is_beyond(&known))
+            {
+                beyond.tiles.extend(beyond_a_tile(operator, case, &field));
+            }
+        }
+        if !long.iter().any(|long| kind(long) == kind(case)) {
+            beyond.long.extend(longest(operator, case));
+        }
+    }
+    beyond
+}
+
+/// What [`beyond_tiles`] makes.
+#[derive(Default)]
+pub(super) struct Beyond {
+    /// One extent is larger than a tile.
+    pub tiles: Vec<AnyCase>,
+    /// One extent is as large as a sweep can afford.
+    pub long: Vec<AnyCase>,
+}
+
+/// The case with an extent just larger than a tile.
+fn beyond_a_tile(operator: &dyn Declaration, case: &Value, field: &str) -> Option<AnyCase> {
+    let small = with_small_others(operator, case, field);
+    let (step, _) = step(operator, &small, field)?;
+    let own = number(&small, field)?;
+    let steps = (TILE + 1).checked_sub(own)?.div_ceil(step);
+    let beyond = with(&small, field, own + steps * step);
+    let added = size(operator, &beyond)?.saturating_sub(size(operator, &small)?);
+    (added <= ROOM_BEYOND_A_TILE).then(|| case_of(operator, &beyond).map(|(case, _)| case))?
+}
+
+/// The longest case along the extent of which a step costs least.
+fn longest(operator: &dyn Declaration, case: &Value) -> Option<AnyCase> {
+    let cost = |field: &String| {
+        let small = with_small_others(operator, case, field);
+        let (step, elements) = step(operator, &small, field)?;
+        Some((elements as u64).div_ceil(step))
+    };
+    let priced = extents(operator, case).into_iter().filter_map(|f| Some((cost(&f)?, f)));
+    let (_, cheapest) = priced.min()?;
+    grown(operator, case, &cheapest, ROOM_TO_A_LONG_CASE)
 }
 
 fn case_of(operator: &dyn Declaration, value: &Value) -> Option<(AnyCase, Specs)> {
