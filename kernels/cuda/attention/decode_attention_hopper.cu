@@ -44,14 +44,19 @@ constexpr int part_of(int tile, int half) { return tile ^ half; }
 // private to the lane, [octet][panel][thread].
 constexpr int OCTET = 8;
 constexpr int OCTETS = ROWS / OCTET;
-constexpr int CODES_AT = ceil_div(Shared::BYTES, 16) * 16;
-constexpr int CODES_BYTES = OCTETS * HALF_PANELS * PRODUCERS * 16;
-static_assert(CODES_AT % 16 == 0 && CODES_AT + CODES_BYTES <= MAX_SHARED_BYTES, "codes exceed shared memory");
+struct DecodeShared {
+    struct Plan {
+        Shared::Plan attention;
+        alignas(16) uint8_t codes[OCTETS][HALF_PANELS][PRODUCERS][16];
+    };
+    static constexpr int CODES = OFFSET_OF(Plan, codes), BYTES = sizeof(Plan);
+};
+static_assert(DecodeShared::BYTES <= MAX_SHARED_BYTES, "codes exceed shared memory");
 
-SHARED_MEMORY(decode_attention_hopper, CODES_AT + CODES_BYTES)
+SHARED_MEMORY(decode_attention_hopper, DecodeShared::BYTES)
 
 DEVICE SharedAddress code_place(SharedAddress shared, int octet, int panel) {
-    return shared + CODES_AT + ((octet * HALF_PANELS + panel) * PRODUCERS + producer_thread()) * 16;
+    return shared + DecodeShared::CODES + ((octet * HALF_PANELS + panel) * PRODUCERS + producer_thread()) * 16;
 }
 DEVICE int code_row(int octet) { return OCTET * octet + lane_id() / 4; }
 

@@ -44,41 +44,44 @@ constexpr int HALF_PANELS = VALUE_DIM / 64 / 2;  // panels of one warpgroup's ha
 constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
 constexpr bool ROPE_PANEL = PANELS > 2 * HALF_PANELS;
 
-// Byte offsets in dynamic shared memory.
 struct Shared {
-    static constexpr int Q = 0;
-    static constexpr int KEYS = Q + TILE_BYTES;
-    static constexpr int P = KEYS + 2 * TILE_BYTES;
-    // One bit for each slot, set where it is valid: 64 for each tile.
-    static constexpr int VALID = P + (ROPE_PANEL ? 0 : 2 * PANEL_BYTES);
-    static constexpr int MAXIMA = VALID + 2 * 8;              // float [2][64], after either tile of a pair
-    static constexpr int SUMS = MAXIMA + 2 * 64 * 4;          // float [2][2][64]: of this work and of the next
-    // The staging of out on its way to memory: for each consumer warp 16 rows of some columns.
-    // Where each P has its own panel, staging reuses the warp's own rows of P: once the sums are
-    // ready no thread reads them, and only this warp writes them. (Another warp of the warpgroup
-    // may already write the weights of the next work.)
-    static constexpr int STAGING = SUMS + 2 * 2 * 64 * 4;
     static constexpr int STAGING_COLUMNS = ROPE_PANEL ? 32 : 64;
     static constexpr int STAGING_BYTES = 16 * STAGING_COLUMNS * 2;
-    static constexpr int FULL = STAGING + (ROPE_PANEL ? 8 * STAGING_BYTES : 0);  // mbarriers [tile][part]
-    static constexpr int EMPTY = FULL + 4 * 8;
-    static constexpr int Q_FULL = EMPTY + 4 * 8;
-    static constexpr int Q_EMPTY = Q_FULL + 8;
-    static constexpr int WEIGHTS_READY = Q_EMPTY + 8;  // mbarriers [tile]: its P and the maxima after it
-    static constexpr int SUMS_READY = WEIGHTS_READY + 2 * 8;
-    static constexpr int BYTES = SUMS_READY + 8;
+    struct Plan {
+        uint8_t q[TILE_BYTES];
+        uint8_t keys[2][TILE_BYTES];
+        MEMBER_WHERE(!ROPE_PANEL, uint8_t[2][PANEL_BYTES]) p;
+        uint64_t valid[2];       // of each tile: a bit for each slot, set where it is valid
+        float maxima[2][HEADS];  // after either tile of a pair
+        float sums[2][2][HEADS];  // of this work and of the next, by each warpgroup
+        // The staging of out on its way to memory: for each consumer warp 16 rows of some columns.
+        // Where each P has its own panel, staging reuses the warp's own rows of P: once the sums
+        // are ready no thread reads them, and only this warp writes them. (Another warp of the
+        // warpgroup may already write the weights of the next work.)
+        MEMBER_WHERE(ROPE_PANEL, uint8_t[2][4][STAGING_BYTES]) staging;
+        uint64_t full[2][2];  // mbarriers [tile][part]
+        uint64_t empty[2][2];
+        uint64_t q_full;
+        uint64_t q_empty;
+        uint64_t weights_ready[2];  // mbarriers [tile]: its P and the maxima after it
+        uint64_t sums_ready;
+    };
+    static constexpr int Q = OFFSET_OF(Plan, q), VALID = OFFSET_OF(Plan, valid), MAXIMA = OFFSET_OF(Plan, maxima);
+    static constexpr int SUMS = OFFSET_OF(Plan, sums), SUMS_READY = OFFSET_OF(Plan, sums_ready);
+    static constexpr int Q_FULL = OFFSET_OF(Plan, q_full), Q_EMPTY = OFFSET_OF(Plan, q_empty);
+    static constexpr int BYTES = sizeof(Plan);
 
-    static constexpr int keys(int tile) { return KEYS + tile * TILE_BYTES; }
+    static constexpr int keys(int tile) { return OFFSET_OF(Plan, keys) + tile * TILE_BYTES; }
     static constexpr int weights(int tile) {
-        return ROPE_PANEL ? keys(tile) + (PANELS - 1) * PANEL_BYTES : P + tile * PANEL_BYTES;
+        return ROPE_PANEL ? keys(tile) + (PANELS - 1) * PANEL_BYTES : OFFSET_OF(Plan, p) + tile * PANEL_BYTES;
     }
     static constexpr int staging(int warpgroup, int warp) {
-        return ROPE_PANEL ? STAGING + (4 * warpgroup + warp) * STAGING_BYTES
+        return ROPE_PANEL ? OFFSET_OF(Plan, staging) + (4 * warpgroup + warp) * STAGING_BYTES
                           : weights(warpgroup) + warp * STAGING_BYTES;
     }
-    static constexpr int full(int tile, int part) { return FULL + 8 * (2 * tile + part); }
-    static constexpr int empty(int tile, int part) { return EMPTY + 8 * (2 * tile + part); }
-    static constexpr int weights_ready(int tile) { return WEIGHTS_READY + 8 * tile; }
+    static constexpr int full(int tile, int part) { return OFFSET_OF(Plan, full) + 8 * (2 * tile + part); }
+    static constexpr int empty(int tile, int part) { return OFFSET_OF(Plan, empty) + 8 * (2 * tile + part); }
+    static constexpr int weights_ready(int tile) { return OFFSET_OF(Plan, weights_ready) + 8 * tile; }
     // First panel of a tile's part. The panel past the values belongs to part 1.
     static constexpr int first_panel(int tile, int part) { return (tile ^ part) * HALF_PANELS; }
 };

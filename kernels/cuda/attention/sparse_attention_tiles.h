@@ -59,23 +59,26 @@ using ValueTile = Tile<V_DIM>;   // also out and dout
 using GatheredValueTile = Tile<V_SEPARATE ? V_DIM : HEAD_DIM>;
 constexpr int GATHERED_ROW_BYTES = KeyTile::ROW_BYTES + (V_SEPARATE ? ValueTile::ROW_BYTES : 0);
 
-// Byte offsets in dynamic shared memory, for KEYS slots in a tile.
+// Dynamic shared memory, for KEYS slots in a tile.
 template <int KEYS, bool BACKWARD>
 struct Layout {
     using WeightTile = Tile<KEYS>;  // P and dS: heads x slots
     static constexpr int STAGE_BYTES = KEYS * GATHERED_ROW_BYTES;
-
-    static constexpr int Q = 0;
-    static constexpr int DOUT = Q + KeyTile::bytes(HEADS_PER_BLOCK);
-    static constexpr int STAGE = DOUT + (BACKWARD ? ValueTile::bytes(HEADS_PER_BLOCK) : 0);
-    static constexpr int P = STAGE + STAGES * STAGE_BYTES;
-    static constexpr int DS = P + WeightTile::bytes(HEADS_PER_BLOCK);
-    // Key rows of the slots, -1 where invalid: int32 [STAGES][KEYS].
-    static constexpr int ROWS = DS + (BACKWARD ? WeightTile::bytes(HEADS_PER_BLOCK) : 0);
-    // Forward: partial maxima, later partial sums, [KEY_WARPS][heads]; one factor per head.
-    static constexpr int PARTIAL = ROWS + STAGES * KEYS * 4;
-    static constexpr int FACTOR = PARTIAL + (BACKWARD ? 0 : KEY_WARPS * HEADS_PER_BLOCK * 4);
-    static constexpr int BYTES = FACTOR + (BACKWARD ? 0 : HEADS_PER_BLOCK * 4);
+    static constexpr int WEIGHT_BYTES = WeightTile::bytes(HEADS_PER_BLOCK);
+    struct Plan {
+        uint8_t q[KeyTile::bytes(HEADS_PER_BLOCK)];
+        MEMBER_WHERE(BACKWARD, uint8_t[ValueTile::bytes(HEADS_PER_BLOCK)]) dout;
+        uint8_t stages[STAGES][STAGE_BYTES];
+        uint8_t p[WEIGHT_BYTES];
+        MEMBER_WHERE(BACKWARD, uint8_t[WEIGHT_BYTES]) ds;
+        int32_t rows[STAGES][KEYS];  // key rows of the slots, -1 where invalid
+        MEMBER_WHERE(!BACKWARD, float[KEY_WARPS][HEADS_PER_BLOCK]) partial;  // maxima, later sums
+        MEMBER_WHERE(!BACKWARD, float[HEADS_PER_BLOCK]) factor;
+    };
+    static constexpr int Q = OFFSET_OF(Plan, q), DOUT = OFFSET_OF(Plan, dout), STAGE = OFFSET_OF(Plan, stages);
+    static constexpr int P = OFFSET_OF(Plan, p), DS = OFFSET_OF(Plan, ds), ROWS = OFFSET_OF(Plan, rows);
+    static constexpr int PARTIAL = OFFSET_OF(Plan, partial), FACTOR = OFFSET_OF(Plan, factor);
+    static constexpr int BYTES = sizeof(Plan);
 
     static constexpr int keys(int stage) { return STAGE + stage * STAGE_BYTES; }
     // Without a separate V, values are the leading columns of the same rows.

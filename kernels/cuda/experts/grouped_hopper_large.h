@@ -5,10 +5,7 @@
 #include "grouped_linear.h"
 #include "quantized_hopper_large.h"
 
-struct GroupedShared {
-    static constexpr int ENDS = Shared::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
-};
+using GroupedShared = SharedOfExperts<Shared::Plan>;
 static_assert(GroupedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 
 // The scheduler of the experts' work tiles: blocks take each as they become free.

@@ -33,14 +33,11 @@
 static_assert(FORMAT == FP8 || FORMAT == MXFP4, "experts have two formats");
 
 template <typename S>
-struct GroupedLayout {
-    static constexpr int ENDS = Layout<S>::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
-};
+using GroupedShared = SharedOfExperts<typename Layout<S>::Plan>;
 
 template <typename S, bool WIDE>
 DEVICE void grouped_linear(const GroupedLinearParams& params) {
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedLayout<S>::ENDS);
+    int32_t* const ends = GroupedShared<S>::ends();
     count_tiles<S>(params, ends);
     clear_padding<S::THREADS / WARP_SIZE>(params);
     const ExpertTiles<S> tiles{params, ends};
@@ -55,8 +52,8 @@ DEVICE void grouped_linear(const GroupedLinearParams& params) {
 }
 
 KERNEL(grouped_linear_large, GroupedLinearParams, Large::THREADS) { grouped_linear<Large, true>(params); }
-SHARED_MEMORY(grouped_linear_large, GroupedLayout<Large>::BYTES)
+SHARED_MEMORY(grouped_linear_large, GroupedShared<Large>::BYTES)
 KERNEL(grouped_linear_small, GroupedLinearParams, Small::THREADS) { grouped_linear<Small, true>(params); }
-SHARED_MEMORY(grouped_linear_small, GroupedLayout<Small>::BYTES)
+SHARED_MEMORY(grouped_linear_small, GroupedShared<Small>::BYTES)
 KERNEL(grouped_linear_scalar, GroupedLinearParams, Scalar::THREADS) { grouped_linear<Scalar, false>(params); }
-SHARED_MEMORY(grouped_linear_scalar, GroupedLayout<Scalar>::BYTES)
+SHARED_MEMORY(grouped_linear_scalar, GroupedShared<Scalar>::BYTES)

@@ -7,6 +7,18 @@
 
 constexpr int MAX_EXPERTS = 512;
 
+// Shared memory of work tiles whose plan is Tile, and of count_tiles.
+template <typename Tile>
+struct SharedOfExperts {
+    struct Plan {
+        Tile tile;
+        alignas(16) int32_t ends[MAX_EXPERTS];
+    };
+    static constexpr int BYTES = sizeof(Plan);
+
+    static int32_t* ends() { return reinterpret_cast<int32_t*>(dynamic_shared() + OFFSET_OF(Plan, ends)); }
+};
+
 struct GroupedLinearParams {
     const uint8_t* x; int64_t x_expert_stride; int64_t x_stride;  // codes, [rows, depth] or [experts, rows, depth]
     const uint8_t* w; int64_t w_expert_stride; int64_t w_stride;  // codes, [experts, columns, bytes of depth]

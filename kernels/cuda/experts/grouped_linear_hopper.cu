@@ -26,10 +26,7 @@
 using RowsOfW = RowsInOrder;
 #include "quantized_hopper.h"
 
-struct GroupedShared {
-    static constexpr int ENDS = Shared::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
-};
+using GroupedShared = SharedOfExperts<Shared::Plan>;
 static_assert((GroupedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_hopper, GroupedShared::BYTES)
 
@@ -52,7 +49,7 @@ struct UnitsOfExperts {
 
 KERNEL_OF(grouped_linear_hopper, GroupedLinearParams, THREADS, HELD) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
+    int32_t* const ends = GroupedShared::ends();
     initialise_barriers(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };

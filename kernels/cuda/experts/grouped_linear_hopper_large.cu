@@ -22,7 +22,7 @@ SHARED_MEMORY(grouped_linear_hopper_large_pairs, GroupedShared::BYTES)
 template <typename Units>
 DEVICE void multiply_experts(const GroupedLinearParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
+    int32_t* const ends = GroupedShared::ends();
     initialise_barriers<Units::CLUSTER>(shared);
     count_tiles<UnitShape>(params, ends);
     const auto clear = [&params] { clear_padding<CONSUMER_THREADS / WARP_SIZE>(params); };

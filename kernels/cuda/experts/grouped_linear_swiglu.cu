@@ -55,10 +55,11 @@ using SmallTile = Shape<16, COLUMNS, 1, 4, 2>;
 
 template <typename S>
 struct FusedLayout {
-    static constexpr int ENDS = Layout<S, GateAndUp>::BYTES;  // of count_tiles
-    static constexpr int BYTES = ENDS + MAX_EXPERTS * 4;
+    using Tile = typename Layout<S, GateAndUp>::Plan;
+    using Shared = SharedOfExperts<Tile>;
+    static constexpr int BYTES = Shared::BYTES;
     static_assert(S::N8 % 2 == 0, "a warp has gate and up of the same features");
-    static_assert(S::ROWS * PRODUCT_STRIDE * 4 <= ENDS, "products take the place of operands");
+    static_assert(S::ROWS * PRODUCT_STRIDE * 4 <= sizeof(Tile), "products take the place of operands");
     static_assert(S::ROWS * FEATURES / SPAN % S::THREADS == 0, "all lanes of a warp quantize together");
 };
 
@@ -139,7 +140,7 @@ DEVICE void quantize_tile(const GroupedLinearSwigluParams& params, const Quantiz
 
 template <typename S, bool WIDE>
 DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + FusedLayout<S>::ENDS);
+    int32_t* const ends = FusedLayout<S>::Shared::ends();
     auto* const products = reinterpret_cast<float*>(dynamic_shared());
     constexpr bool OF_FP8 = FORMAT == FP8;
     const GroupedLinearParams product = product_of<GROUP, OF_FP8 ? BLOCK : 1, OF_FP8 ? BLOCK : W_GROUP>(params);

@@ -62,18 +62,23 @@ constexpr uint32_t PLACES = 2;
 // After what the work tiles need. Values computed once from the parameters stay here: registers
 // are scarce.
 struct FusedShared {
-    static constexpr int ENDS = Shared::BYTES;               // of count_tiles
-    static constexpr int TARGET = ENDS + MAX_EXPERTS * 4;    // QuantizedRows
-    static constexpr int TOLD = TARGET + static_cast<int>(sizeof(QuantizedRows));  // mbarriers [PLACES][CONSUMERS]
-    static constexpr int PAIRS = TOLD + 8 * PLACES * CONSUMERS;  // uint32_t [PLACES][CONSUMERS][N8][WARPGROUP_SIZE]
+    using Grouped = SharedOfExperts<Shared::Plan>;
     static constexpr int PAIRS_BYTES = N8 * WARPGROUP_SIZE * 4;  // that a consumer is told of a unit
-    static constexpr int BYTES = PAIRS + PLACES * CONSUMERS * PAIRS_BYTES;
+    struct Plan {
+        Grouped::Plan grouped;
+        QuantizedRows target;
+        uint64_t told[PLACES][CONSUMERS];  // mbarriers
+        uint32_t pairs[PLACES][CONSUMERS][N8][WARPGROUP_SIZE];
+    };
+    static constexpr int TOLD = OFFSET_OF(Plan, told), BYTES = sizeof(Plan);
 
-    static QuantizedRows& target() { return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + TARGET); }
+    static QuantizedRows& target() {
+        return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + OFFSET_OF(Plan, target));
+    }
     static constexpr uint32_t place(uint32_t unit, uint32_t consumer) { return unit % PLACES * CONSUMERS + consumer; }
     static constexpr int told(uint32_t unit, uint32_t consumer) { return TOLD + 8 * place(unit, consumer); }
     static constexpr int pair(uint32_t unit, uint32_t consumer, int n, int thread) {
-        return PAIRS + place(unit, consumer) * PAIRS_BYTES + (n * WARPGROUP_SIZE + thread) * 4;
+        return OFFSET_OF(Plan, pairs) + place(unit, consumer) * PAIRS_BYTES + (n * WARPGROUP_SIZE + thread) * 4;
     }
 };
 static_assert((FusedShared::BYTES + 1024) * HELD <= 228 * 1024, "stages exceed shared memory");
@@ -321,7 +326,7 @@ struct QuantizedUnits {
 
 KERNEL_OF_RESIDENT_CLUSTERS(grouped_linear_swiglu_hopper, GroupedLinearSwigluParams, THREADS, HELD, CLUSTER) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + FusedShared::ENDS);
+    int32_t* const ends = FusedShared::Grouped::ends();
     const GroupedLinearParams product = product_of<X_GROUP, MXFP4 ? 1 : GROUP, MXFP4 ? W_GROUP : GROUP>(params);
     if (threadIdx.x == 0) {
         FusedShared::target() = quantized_rows_of(params);

@@ -29,10 +29,15 @@
 // After what the experts' work tiles need: where codes and scales are stored. Values computed once
 // from the parameters stay here: registers are scarce.
 struct FusedShared {
-    static constexpr int TARGET = GroupedShared::BYTES;
-    static constexpr int BYTES = TARGET + static_cast<int>(sizeof(QuantizedRows));
+    struct Plan {
+        GroupedShared::Plan grouped;
+        QuantizedRows target;
+    };
+    static constexpr int BYTES = sizeof(Plan);
 
-    static QuantizedRows& target() { return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + TARGET); }
+    static QuantizedRows& target() {
+        return *reinterpret_cast<QuantizedRows*>(dynamic_shared() + OFFSET_OF(Plan, target));
+    }
 };
 static_assert(FusedShared::BYTES <= 227 * 1024, "stages exceed shared memory");
 SHARED_MEMORY(grouped_linear_swiglu_hopper_large, FusedShared::BYTES)
@@ -381,7 +386,7 @@ struct QuantizedProducts {
 template <typename Experts, bool INTERLEAVED>
 DEVICE void grouped_linear_swiglu(const GroupedLinearSwigluParams& params) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    auto* const ends = reinterpret_cast<int32_t*>(dynamic_shared() + GroupedShared::ENDS);
+    int32_t* const ends = GroupedShared::ends();
     const GroupedLinearParams product = product_of<GROUP, GROUP, GROUP>(params);
     if (threadIdx.x == 0) FusedShared::target() = quantized_rows_of(params);
     initialise_barriers<Experts::CLUSTER>(shared);

@@ -36,7 +36,6 @@ constexpr int TILE_ROWS = WARP_SIZE;
 constexpr int PIECE = 16;  // bytes
 constexpr int ROW_BYTES = DIM * 2, ROW_PIECES = ROW_BYTES / PIECE;
 constexpr int CODE_BYTES = STORED == 1 ? DIM / 2 : DIM, CODE_PIECES = CODE_BYTES / PIECE;
-constexpr int TILE_BYTES = TILE_ROWS * ROW_BYTES;
 constexpr int GROUP = 32, GROUPS = DIM / GROUP;  // of e2m1
 // Eight pieces fill a row of the 32 banks.
 constexpr int BANK_PIECES = 8;
@@ -52,7 +51,12 @@ struct HadamardCodesParams {
     int64_t num_rows;
 };
 
-SHARED_MEMORY(hadamard_codes, TILE_BYTES + TILE_ROWS * CODE_BYTES)
+struct SharedPlan {
+    uint8_t rows[TILE_ROWS][ROW_BYTES];
+    uint8_t codes[TILE_ROWS][CODE_BYTES];
+};
+constexpr int CODES = OFFSET_OF(SharedPlan, codes);
+SHARED_MEMORY(hadamard_codes, sizeof(SharedPlan))
 
 // Byte offset of a piece of a row of the tile.
 DEVICE int row_place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % BANK_PIECES) * PIECE; }
@@ -117,7 +121,7 @@ DEVICE float larger_half(uint32_t largest_pair) {
 
 // Sixteen bytes of a lane's codes, into the shared memory after the tile.
 DEVICE void stage_codes(int piece, uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
-    store_vec16(dynamic_shared() + TILE_BYTES + code_place(lane_id(), piece), Vec16{{first, second, third, fourth}});
+    store_vec16(dynamic_shared() + CODES + code_place(lane_id(), piece), Vec16{{first, second, third, fourth}});
 }
 
 // A row's codes in e2m1; returns the bytes of its scales, the first group's lowest.
@@ -174,7 +178,7 @@ DEVICE uint32_t quantize(float (&y)[DIM]) {
 template <Rows ROWS>
 DEVICE void store_codes(const HadamardCodesParams& params, int64_t first_row, int rows) {
     constexpr int ROWS_AT_ONCE = WARP_SIZE / CODE_PIECES;
-    const SharedAddress staged = shared_address(dynamic_shared()) + TILE_BYTES;
+    const SharedAddress staged = shared_address(dynamic_shared()) + CODES;
     const int piece = lane_id() % CODE_PIECES;
     const int64_t stride = ROWS == Rows::DENSE ? CODE_BYTES : params.codes_row_stride;
     uint8_t* const target = params.codes + first_row * stride + piece * PIECE;

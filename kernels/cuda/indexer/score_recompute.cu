@@ -51,9 +51,9 @@ constexpr int HEAD_WARPS = HEADS >= 64 && (HEADS == 128 || !TWO_BLOCKS) ? 2 : 1;
 constexpr int M_TILES = HEADS / 16 / HEAD_WARPS;
 static_assert(M_TILES >= 1 && M_TILES <= 4, "a warp holds 16 to 64 heads");
 
-constexpr int PARTIAL_BYTES = (HEAD_WARPS - 1) * 2 * KEYS * 4;  // float [2][KEYS]: sums of the second warp's heads
+constexpr int PARTIALS = (HEAD_WARPS - 1) * 2;  // of two tiles: sums of the second warp's heads
 constexpr int BLOCK_SHARED_BYTES = TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES;
-using Layout = BlockLayout<HEAD_WARPS * KEY_WARPS, KEYS, PARTIAL_BYTES, BLOCK_SHARED_BYTES>;
+using Layout = BlockLayout<HEAD_WARPS * KEY_WARPS, KEYS, PARTIALS, BLOCK_SHARED_BYTES>;
 constexpr int STAGES = Layout::STAGES;
 // score_recompute_lse merges its warps in the memory of the keys: float [2][KEY_WARPS][HEADS].
 static_assert(2 * KEY_WARPS * HEADS * 4 <= STAGES * Layout::STAGE_BYTES, "the merge fits the stages");

@@ -30,24 +30,28 @@ constexpr int Q_BYTES = PANELS * panel_bytes(HEADS);
 // Flags and totals, next to q, the stages and the partial sums.
 constexpr int SMALL_BYTES = 1024;
 
-// A block's threads, the keys of its tiles, and the layout of dynamic shared memory in byte
-// offsets.
-template <int BLOCK_WARPS, int TILE_KEYS, int PARTIAL_BYTES, int BLOCK_BYTES>
+// A block's threads, the keys of its tiles, and its dynamic shared memory. PARTIALS are sums over
+// some of the heads of each key, for other warps to add up.
+template <int BLOCK_WARPS, int TILE_KEYS, int PARTIALS, int BLOCK_BYTES>
 struct BlockLayout {
     static constexpr int WARPS = BLOCK_WARPS;
     static constexpr int THREADS = WARPS * WARP_SIZE;
     static constexpr int KEYS = TILE_KEYS;
     static constexpr int STAGE_BYTES = panel_bytes(KEYS);
     static constexpr int STAGES =
-        minimum(MAX_STAGES, (BLOCK_BYTES - Q_BYTES - SMALL_BYTES - PARTIAL_BYTES) / STAGE_BYTES);
+        minimum(MAX_STAGES, (BLOCK_BYTES - Q_BYTES - SMALL_BYTES - PARTIALS * KEYS * 4) / STAGE_BYTES);
     static_assert(STAGES >= 3, "three stages fit");
 
-    static constexpr int Q = 0;
-    static constexpr int STAGE = Q + Q_BYTES;
-    static constexpr int VALID = STAGE + STAGES * STAGE_BYTES;  // uint8 [STAGES][KEYS]: which slots of a tile count
-    static constexpr int TOTALS = VALID + STAGES * KEYS;        // float [2][WARPS]
-    static constexpr int PARTIAL = TOTALS + 2 * WARPS * 4;      // sums over some of the heads, for others to add up
-    static constexpr int BYTES = PARTIAL + PARTIAL_BYTES;
+    struct Plan {
+        uint8_t q[Q_BYTES];
+        uint8_t stages[STAGES][STAGE_BYTES];
+        uint8_t valid[STAGES][KEYS];  // which slots of a tile count
+        float totals[2][WARPS];
+        MEMBER_WHERE(PARTIALS > 0, float[maximum(PARTIALS, 1)][KEYS]) partial;
+    };
+    static constexpr int Q = OFFSET_OF(Plan, q), STAGE = OFFSET_OF(Plan, stages), VALID = OFFSET_OF(Plan, valid);
+    static constexpr int TOTALS = OFFSET_OF(Plan, totals), PARTIAL = OFFSET_OF(Plan, partial);
+    static constexpr int BYTES = sizeof(Plan);
     static_assert(BYTES <= BLOCK_BYTES, "tiles exceed shared memory");
 };
 

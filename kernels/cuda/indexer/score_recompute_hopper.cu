@@ -41,10 +41,10 @@ constexpr int N8 = KEYS / 8;
 constexpr int KEPT = N8 / 4;  // keys of a tile whose sums over a warp's heads one lane keeps
 
 // float [2][WARPS][KEYS]: of one tile and, where it is only one panel long, of the next.
-constexpr int PARTIAL_BYTES = 2 * WARPS * KEYS * 4;
+constexpr int PARTIALS = 2 * WARPS;
 // Four stages leave room for a second block.
-constexpr bool TWO_BLOCKS = Q_BYTES + 4 * panel_bytes(KEYS) + SMALL_BYTES + PARTIAL_BYTES <= HALF_SHARED_BYTES;
-using Layout = BlockLayout<WARPS, KEYS, PARTIAL_BYTES, TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES>;
+constexpr bool TWO_BLOCKS = Q_BYTES + 4 * panel_bytes(KEYS) + SMALL_BYTES + PARTIALS * KEYS * 4 <= HALF_SHARED_BYTES;
+using Layout = BlockLayout<WARPS, KEYS, PARTIALS, TWO_BLOCKS ? HALF_SHARED_BYTES : MAX_SHARED_BYTES>;
 constexpr int STAGES = Layout::STAGES;
 constexpr int AHEAD = STAGES - 2;  // panels on their way while two are read
 static_assert(Layout::STAGE % 1024 == 0 && Layout::STAGE_BYTES % 1024 == 0, "panels start at multiples of 1024 bytes");

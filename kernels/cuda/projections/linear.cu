@@ -114,7 +114,7 @@ DEVICE void linear(const LinearParams& all) {
     const auto load = [&](int64_t stage) {
         if (stage < part.end) {
             load_operand<S::ROWS, S::THREADS, A_TRANSPOSED, WIDE>(place(stage), a, part.row, stage);
-            load_operand<S::COLUMNS, S::THREADS, B_TRANSPOSED, WIDE>(place(stage) + S::A_BYTES, b, part.column, stage);
+            load_operand<S::COLUMNS, S::THREADS, B_TRANSPOSED, WIDE>(place(stage) + S::B, b, part.column, stage);
         }
         copy_commit();
     };

@@ -39,12 +39,18 @@ struct Shape {
     static constexpr int WARPS_M = WARPS_OF_ROWS, THREADS = 32 * WARPS_OF_ROWS * WARPS_OF_COLUMNS;
     static constexpr int WARP_ROWS = ROWS / WARPS_OF_ROWS, WARP_COLUMNS = COLUMNS / WARPS_OF_COLUMNS;
     static constexpr int M16 = WARP_ROWS / 16, N8 = WARP_COLUMNS / 8;
-    static constexpr int A_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
     // The sums in the epilogue: a row is 16 bytes longer, so that the lanes storing a fragment
     // conflict in few banks.
     static constexpr int SUM_STRIDE = COLUMNS + 4;
-    static constexpr int SUM_BYTES = ROWS * SUM_STRIDE * 4;
-    static constexpr int BYTES = maximum(STAGES * STAGE_BYTES, SUM_BYTES);
+    struct Stage {
+        uint8_t a[ROWS * DEPTH * 2];
+        uint8_t b[COLUMNS * DEPTH * 2];
+    };
+    union Plan {
+        Stage stages[STAGES];
+        float sums[ROWS][SUM_STRIDE];
+    };
+    static constexpr int B = OFFSET_OF(Stage, b), STAGE_BYTES = sizeof(Stage), BYTES = sizeof(Plan);
     static_assert(N8 % 2 == 0, "columns are loaded 16 at a time");
 };
 
@@ -138,7 +144,7 @@ DEVICE void multiply_stage(Sums<S>& sums, SharedAddress stage) {
         UNROLL
         for (int n = 0; n < S::N8; n += 2) {
             uint32_t b[4];
-            load_b<S::COLUMNS, B_TRANSPOSED>(b, stage + S::A_BYTES, warp_column<S>() + 8 * n, k);
+            load_b<S::COLUMNS, B_TRANSPOSED>(b, stage + S::B, warp_column<S>() + 8 * n, k);
             UNROLL
             for (int m = 0; m < S::M16; ++m) {
                 mma_bf16_16x8x16(sums[m][n], a[m], b[0], b[1]);

@@ -36,13 +36,20 @@ struct RowsInOrder {
 template <typename S, typename Columns>
 constexpr int W_SCALES = FORMAT == FP8 ? ceil_div(S::COLUMNS, Columns::SHARED) : 0;
 
-// After the operands of both stages are the scales of both: of the rows of x for each step, and of
-// w.
+// Operands in shared memory, and their scales: of the rows of x for each step, and of w. The sums
+// of the epilogue take their place.
 template <typename S, typename Columns = RowsInOrder>
 struct Layout {
-    static constexpr int SCALES = S::STAGES * S::STAGE_BYTES;
-    static constexpr int STAGE_SCALES = STEPS * S::ROWS + maximum(W_SCALES<S, Columns>, 4);  // floats
-    static constexpr int BYTES = maximum(S::BYTES, SCALES + S::STAGES * STAGE_SCALES * 4);
+    static constexpr int STAGE_SCALES = STEPS * S::ROWS + maximum(W_SCALES<S, Columns>, 4);
+    struct Operands {
+        typename S::Stage stages[S::STAGES];
+        float scales[S::STAGES][STAGE_SCALES];
+    };
+    union Plan {
+        Operands operands;
+        typename S::Plan sums;
+    };
+    static constexpr int SCALES = OFFSET_OF(Operands, scales), BYTES = sizeof(Plan);
 };
 
 // ---------------------------------------------------------------- operands in flight
@@ -139,7 +146,7 @@ struct Stage {
     }
     void store(SharedAddress tiles, float* scales) const {
         x.store(tiles);
-        w.store(tiles + S::A_BYTES);
+        w.store(tiles + S::B);
         if (SCALED && threadIdx.x < SCALES) scales[threadIdx.x] = scale;
     }
 };

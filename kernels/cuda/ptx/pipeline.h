@@ -15,8 +15,6 @@ struct PipelineBarriers {
 // that a block does; fill n has buffer n % STAGES.
 template <int AT, int STAGES>
 struct Pipeline {
-    static constexpr int END = AT + static_cast<int>(sizeof(PipelineBarriers<STAGES>));
-
     static constexpr int full(uint32_t n) { return AT + 8 * (n % STAGES); }
     static constexpr int empty(uint32_t n) { return AT + 8 * STAGES + 8 * (n % STAGES); }
     // Parity of the phase in which fill n is complete. Its buffer was released in the phase

@@ -11,9 +11,16 @@
 constexpr int TILE = 64, STAGES = 2;
 constexpr int TILE_BYTES = TILE * TILE * 2, GROUP_BYTES = 8 * 128;
 constexpr int PIPELINE_THREADS = 2 * WARPGROUP_SIZE;
-constexpr int A_TILES = 0, B_TILES = A_TILES + STAGES * TILE_BYTES, SUMS = B_TILES + STAGES * TILE_BYTES;
-constexpr int FULL = SUMS + TILE * TILE * 4, EMPTY = FULL + STAGES * 8;
-SHARED_MEMORY(selftest_pipeline, EMPTY + STAGES * 8)
+struct PipelinePlan {
+    uint8_t a_tiles[STAGES][TILE_BYTES];
+    uint8_t b_tiles[STAGES][TILE_BYTES];
+    float sums[TILE][TILE];
+    uint64_t full[STAGES], empty[STAGES];  // mbarriers
+};
+constexpr int A_TILES = OFFSET_OF(PipelinePlan, a_tiles), B_TILES = OFFSET_OF(PipelinePlan, b_tiles);
+constexpr int SUMS = OFFSET_OF(PipelinePlan, sums), FULL = OFFSET_OF(PipelinePlan, full);
+constexpr int EMPTY = OFFSET_OF(PipelinePlan, empty);
+SHARED_MEMORY(selftest_pipeline, sizeof(PipelinePlan))
 
 struct SelftestPipelineParams {
     const uint16_t* a;  // bf16 [steps, TILE, TILE], row = m, column = k
@@ -154,8 +161,14 @@ struct SelftestBoxParams {
     TensorMap map;  // boxes of BOX_ROWS rows
 };
 
-constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128, LANDED = BOX_BYTES + 1024;
-SHARED_MEMORY(selftest_box, LANDED + 8)
+constexpr int BOX_ROWS = 40, BOX_BYTES = BOX_ROWS * 128;
+struct BoxPlan {
+    uint8_t box[BOX_BYTES];
+    uint8_t after[1024];
+    uint64_t landed;  // mbarrier
+};
+constexpr int LANDED = OFFSET_OF(BoxPlan, landed);
+SHARED_MEMORY(selftest_box, sizeof(BoxPlan))
 
 // One block.
 KERNEL(selftest_box, SelftestBoxParams, PIPELINE_THREADS) {
@@ -183,15 +196,21 @@ struct SelftestClusterParams {
 };
 
 constexpr uint32_t CLUSTER = 2;
-constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES, BOXES_LANDED = ROUND_BYTES, BOXES_TAKEN = BOXES_LANDED + 8;
-constexpr int TOLD = BOXES_TAKEN + 8, TOLD_ROUND = TOLD + 8;
-SHARED_MEMORY(selftest_cluster, TOLD_ROUND + 8)
+constexpr int ROUND_BYTES = CLUSTER * BOX_BYTES;
+struct ClusterPlan {
+    uint8_t boxes[CLUSTER][BOX_BYTES];
+    uint64_t landed, taken, told;  // mbarriers
+    int32_t told_round;
+};
+constexpr int TOLD_ROUND = OFFSET_OF(ClusterPlan, told_round);
+SHARED_MEMORY(selftest_cluster, sizeof(ClusterPlan))
 
 // Each block copies one box to all blocks of the cluster, once all have consumed those of the
 // round before. The first block sends the round number to all.
 KERNEL_OF_CLUSTERS(selftest_cluster, SelftestClusterParams, PIPELINE_THREADS, CLUSTER) {
     const SharedAddress shared = shared_address(dynamic_shared());
-    const SharedAddress landed = shared + BOXES_LANDED, taken = shared + BOXES_TAKEN, told = shared + TOLD;
+    const SharedAddress landed = shared + OFFSET_OF(ClusterPlan, landed), taken = shared + OFFSET_OF(ClusterPlan, taken);
+    const SharedAddress told = shared + OFFSET_OF(ClusterPlan, told);
     const uint32_t rank = cluster_rank();
     if (threadIdx.x == 0) {
         mbarrier_init(landed, 1);

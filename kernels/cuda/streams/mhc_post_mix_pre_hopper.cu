@@ -57,15 +57,18 @@ struct Turn {
     uint32_t number, consumer;
 };
 
-// Offsets in dynamic shared memory. Each consumer has its own stages.
+// Each consumer has its own stages.
 struct MadeLayout {
     static constexpr int STAGES = MAKERS * MAKER_STAGES, STAGE_BYTES = SOURCES * PANEL_BYTES;
-    static constexpr int COEFFICIENTS = STAGES * STAGE_BYTES;  // [TILE_TOKENS][OF_TOKEN]
-    using Weight =
-        WeightLayout<COLUMNS, COEFFICIENTS + TILE_TOKENS * OF_TOKEN * static_cast<int>(sizeof(float)), MADE_WEIGHT_STAGES>;
-    static constexpr int FULL = Weight::END;  // mbarriers [STAGES]
-    static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int BYTES = EMPTY + 8 * STAGES;
+    struct Plan {
+        uint8_t stages[STAGES][STAGE_BYTES];
+        float coefficients[TILE_TOKENS][OF_TOKEN];
+        WeightPlan<COLUMNS, MADE_WEIGHT_STAGES> weight;
+        uint64_t full[STAGES], empty[STAGES];  // mbarriers
+    };
+    static constexpr int COEFFICIENTS = OFFSET_OF(Plan, coefficients), BYTES = sizeof(Plan);
+    static constexpr int FULL = OFFSET_OF(Plan, full), EMPTY = OFFSET_OF(Plan, empty);
+    using Weight = WeightLayout<COLUMNS, OFFSET_OF(Plan, weight), MADE_WEIGHT_STAGES>;
     static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
 
     static constexpr int place(Turn turn) { return turn.consumer * MAKER_STAGES + turn.number % MAKER_STAGES; }

@@ -52,15 +52,13 @@ struct ProductShared {
     }
     // Addresses of a token's piece of a round, of its four numbers, and of its parts, in 32 bits.
     static SharedAddress channels_at(int32_t round, int token, int piece) {
-        return begin() + (round % PRODUCT_STAGES * ROUND_TOKENS + token) * (ROW_PIECES * 16) + 16 * permuted(token, piece);
+        return begin() + OFFSET_OF(ProductShared, channels) + (round % PRODUCT_STAGES * ROUND_TOKENS + token) * (ROW_PIECES * 16) + 16 * permuted(token, piece);
     }
     static SharedAddress numbers_at(int32_t round, int token, int four) {
-        constexpr int AT = sizeof(channels);
-        return begin() + AT + (round % NUMBER_STAGES * ROUND_TOKENS + token) * ((FOURS + 1) * 16) + 16 * four;
+        return begin() + OFFSET_OF(ProductShared, numbers) + (round % NUMBER_STAGES * ROUND_TOKENS + token) * ((FOURS + 1) * 16) + 16 * four;
     }
     static SharedAddress parts_at(int32_t round, int token, int piece) {
-        constexpr int AT = sizeof(channels) + sizeof(numbers);
-        return begin() + AT + (round % 2 * ROUND_TOKENS + token) * (PARTS_PIECES * 16) + 16 * piece;
+        return begin() + OFFSET_OF(ProductShared, parts) + (round % 2 * ROUND_TOKENS + token) * (PARTS_PIECES * 16) + 16 * piece;
     }
     static SharedAddress begin() { return shared_address(dynamic_shared()); }
 };

@@ -47,30 +47,41 @@ struct HopperProjectionParams {
     TensorMap streams_map;  // [STREAMS, num_tokens, bytes], boxes of TILE_TOKENS rows
 };
 
-// The weights of STAGES steps in dynamic shared memory from BEGIN, a multiple of 1024, and the
-// mbarriers of their ring: full when a step's weights have been stored, empty when they are no
-// longer needed.
-template <int COLUMNS, int BEGIN, int STAGES>
-struct WeightLayout {
+// The weights of STAGES steps as a member of a plan, and the mbarriers of their ring: full when a
+// step's weights have been stored, empty when they are no longer needed.
+template <int COLUMNS, int STAGES>
+struct WeightPlan {
     static constexpr int ROWS = PARTS * 8 * TILES<COLUMNS>;  // those of a part one behind the other
     static constexpr int WEIGHT_BYTES = ROWS * 128;
-    using Ring = Pipeline<BEGIN + STAGES * WEIGHT_BYTES, STAGES>;
-    static constexpr int END = Ring::END;
+    uint8_t weights[STAGES][WEIGHT_BYTES];
+    PipelineBarriers<STAGES> barriers;
+};
 
-    static constexpr int weight(uint32_t step) { return BEGIN + step % STAGES * WEIGHT_BYTES; }
+// A WeightPlan that lies AT bytes from the start of shared memory, a multiple of 1024.
+template <int COLUMNS, int AT, int STAGES>
+struct WeightLayout {
+    using Plan = WeightPlan<COLUMNS, STAGES>;
+    static constexpr int ROWS = Plan::ROWS;
+    using Ring = Pipeline<AT + OFFSET_OF(Plan, barriers), STAGES>;
+
+    static constexpr int weight(uint32_t step) { return AT + step % STAGES * Plan::WEIGHT_BYTES; }
     // Called by one thread of a block in which `warps` warps use the weights.
     static void initialise(SharedAddress shared, uint32_t warps) {
         Ring::initialise(shared, SPLIT_THREADS / WARP_SIZE, warps);
     }
 };
 
-// Offsets in dynamic shared memory.
 template <int COLUMNS>
 struct ProjectionLayout {
     static constexpr int STREAM_BYTES = TILE_TOKENS * 128;
-    using Weight = WeightLayout<COLUMNS, STREAM_STAGES * STREAM_BYTES, WEIGHT_STAGES>;
-    using Streams = Pipeline<Weight::END, STREAM_STAGES>;
-    static constexpr int BYTES = Streams::END;
+    struct Plan {
+        uint8_t streams[STREAM_STAGES][STREAM_BYTES];
+        WeightPlan<COLUMNS, WEIGHT_STAGES> weight;
+        PipelineBarriers<STREAM_STAGES> arriving;
+    };
+    using Weight = WeightLayout<COLUMNS, OFFSET_OF(Plan, weight), WEIGHT_STAGES>;
+    using Streams = Pipeline<OFFSET_OF(Plan, arriving), STREAM_STAGES>;
+    static constexpr int BYTES = sizeof(Plan);
     static_assert(BYTES <= 227 * 1024, "stages exceed shared memory");
 
     static constexpr int stream(uint32_t step) { return step % STREAM_STAGES * STREAM_BYTES; }
