@@ -20,10 +20,9 @@
 // Defines: NOPE_DIM, e4m3 channels, a multiple of 64 up to 512 (0: a bf16 cache); ROPE_DIM, bf16
 // channels, a multiple of 8. Launch: ceil(num_tokens / 8) blocks of 256 threads.
 // What was tried: kernels/docs/kv_cache_write.md.
-#include "kv_cache.h"
+#include "elements.h"
+#include "group_write.h"
 #include "math.h"
-#include "memory.h"
-#include "quantize.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM)
 #error "define NOPE_DIM and ROPE_DIM"
@@ -33,9 +32,6 @@ using Row = CacheRow<NOPE_DIM, ROPE_DIM>;
 
 constexpr int THREADS = 256;
 constexpr int TOKENS_PER_BLOCK = THREADS / WARP_SIZE;
-constexpr int LANE_CHANNELS = 8;  // channels of a lane in one step: 16 bytes of bf16
-constexpr int GROUP_LANES = SCALE_GROUP / LANE_CHANNELS;
-constexpr float AMAX_FLOOR = 1e-4f;
 
 struct KvCacheWriteParams {
     const bf16* kv;        // [num_tokens, NOPE_DIM + ROPE_DIM], 16-byte aligned rows
@@ -47,20 +43,6 @@ struct KvCacheWriteParams {
     int32_t num_slots;
     int32_t page_size;
 };
-
-// The scale of a group with this largest magnitude, as e8m0.
-DEVICE uint8_t group_scale(float amax) {
-    if (!is_finite(amax)) return 255;
-    return to_e8m0(__fmul_rn(maximum_f32(amax, AMAX_FLOOR), 1.0f / 448.0f));
-}
-
-// Four channels, two packed pairs, times `inverse_scale`, as four codes.
-DEVICE uint32_t quantize(uint32_t first, uint32_t second, float inverse_scale) {
-    const auto codes = [=](uint32_t pair) {
-        return pack_e4m3(unpack_bf16_low(pair) * inverse_scale, unpack_bf16_high(pair) * inverse_scale);
-    };
-    return codes(first) | codes(second) << 16;
-}
 
 constexpr int ROW_CHUNKS = Row::HEAD_DIM / LANE_CHANNELS;
 // Steps of a warp over a row and over its scales; a row with scales has eight.
@@ -82,27 +64,6 @@ struct Chunks {
     }
 };
 
-// One group for each eight lanes, ROW_SCALE_BYTES groups in all. Groups that do not exist pad the
-// scales with 0.
-DEVICE void write_group(const Vec16& x, int chunk, uint8_t* data, uint8_t* scales, bool wanted) {
-    const int group = chunk / GROUP_LANES;
-    const bool exists = group < Row::GROUPS;
-    uint32_t magnitude = largest_magnitude(x);
-    UNROLL
-    for (int distance = GROUP_LANES / 2; distance > 0; distance /= 2)
-        magnitude = maximum(magnitude, __shfl_xor_sync(FULL_WARP, magnitude, distance));
-    const uint8_t scale = group_scale(__uint_as_float(magnitude));
-    // x / s as a multiplication: s is a power of two, and so is 1 / s, whose byte is 254 - that of
-    // s.
-    const float inverse = scale == 255 ? NAN_F32 : e8m0_to_float(static_cast<uint8_t>(254 - scale));
-    if (!wanted || group >= ROW_SCALE_BYTES) return;
-    if (chunk % GROUP_LANES == 0) scales[group] = exists ? scale : 0;
-    if (!exists) return;
-    auto* codes = reinterpret_cast<uint32_t*>(data + chunk * LANE_CHANNELS);
-    codes[0] = quantize(x.w[0], x.w[1], inverse);
-    codes[1] = quantize(x.w[2], x.w[3], inverse);
-}
-
 KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * TOKENS_PER_BLOCK + threadIdx.x / WARP_SIZE;
     if (token >= params.num_tokens) return;
@@ -116,7 +77,12 @@ KERNEL(kv_cache_write, KvCacheWriteParams, THREADS) {
     UNROLL
     for (int step = 0; step < STEPS; ++step) {
         const int chunk = chunk_of(step);
-        if constexpr (NOPE_DIM > 0) write_group(row.x[step], chunk, data, cache.scales<Row>(target), wanted);
+        if constexpr (NOPE_DIM > 0) {
+            float x[LANE_CHANNELS];
+            unpack<bf16>(row.x[step], x);
+            write_group<Row>(x, row.x[step], chunk * LANE_CHANNELS, data, cache.scales<Row>(target), wanted,
+                             [](const uint32_t (&)[2], uint8_t) {});
+        }
         const int copied = chunk - NOPE_DIM / LANE_CHANNELS;
         if (wanted && copied >= 0 && chunk < ROW_CHUNKS) store_vec16(data + NOPE_DIM + 16 * copied, row.x[step]);
     }

@@ -23,18 +23,16 @@
 // ROPE_DIM, rotated bf16 channels, a multiple of 8; together at most 512. Launch: ceil(num_tokens
 // / WARPS) blocks. What was tried: kernels/docs/kv_norm_rope_write.md.
 #include "channels.h"
-#include "kv_cache.h"
-#include "quantize.h"
+#include "group_write.h"
 
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM)
 #error "define NOPE_DIM and ROPE_DIM"
 #endif
 
 using Row = CacheRow<NOPE_DIM, ROPE_DIM>;
-static_assert(NOPE_DIM > 0 && Row::HEAD_DIM <= 512, "a lane has two accesses of a row");
+static_assert(VECTOR == LANE_CHANNELS && NOPE_DIM > 0 && Row::HEAD_DIM <= 512, "a lane has two accesses of a row");
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP_SIZE;
-constexpr int GROUP_LANES = SCALE_GROUP / VECTOR;
 constexpr int LINE_FLOATS = 32;  // of an L2 access
 constexpr int FEW_TOKENS = 1024;
 static_assert(Channels<true>::PIECES * static_cast<int>(WARP_SIZE) * VECTOR == LARGEST_NOPE_DIM, "each scale has lanes, those that pad too");
@@ -95,20 +93,6 @@ DEVICE void normalise_and_turn(const KvNormRopeWriteParams& params, int64_t toke
     }
 }
 
-// Makes the codes of eight channels, and replaces y, which holds the channels, by what they decode
-// to. Stores the codes and the scale of their group where the row is wanted. All lanes take part.
-DEVICE void write_group(const float (&x)[VECTOR], int32_t channel, uint8_t* data, uint8_t* scales, bool wanted, Vec16& y) {
-    const bool exists = channel < NOPE_DIM;
-    const uint8_t scale = group_scale(largest(largest_magnitude(y), GROUP_LANES), E4M3_FLOOR, 1.0f / 448.0f);
-    if (wanted && lane_id() % GROUP_LANES == 0) scales[channel / SCALE_GROUP] = exists ? scale : 0;
-    if (!exists) return;
-    uint32_t codes[VECTOR / 4];
-    e4m3_codes(x, inverse_of_scale(scale), codes);
-    if (wanted) store_words<true>(data + channel, codes);
-    UNROLL
-    for (int i = 0; i < 2; ++i) e4m3x4_to_bf16(codes[i], e8m0_to_bf16(scale), y.w[2 * i], y.w[2 * i + 1]);
-}
-
 KERNEL_OF(kv_norm_rope_write, KvNormRopeWriteParams, THREADS, 12) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * WARPS + warp_id();
     if (token >= params.num_tokens) return;
@@ -125,7 +109,11 @@ KERNEL_OF(kv_norm_rope_write, KvNormRopeWriteParams, THREADS, 12) {
     for (int p = 0; p < Channels<true>::PIECES; ++p) {
         const int32_t channel = Channels<true>::first(p);
         Vec16 y = pack<ELEMENT>(x.x[p]);
-        write_group(x.x[p], channel, data, scales, wanted, y);
+        // y becomes what the codes decode to.
+        write_group<Row>(x.x[p], y, channel, data, scales, wanted, [&](const uint32_t (&codes)[2], uint8_t scale) {
+            UNROLL
+            for (int i = 0; i < 2; ++i) e4m3x4_to_bf16(codes[i], e8m0_to_bf16(scale), y.w[2 * i], y.w[2 * i + 1]);
+        });
         if (channel >= Row::HEAD_DIM) continue;
         if (wanted && channel >= NOPE_DIM) store_vec16(data + NOPE_DIM + 2 * (channel - NOPE_DIM), y);
         store_vec16_global(params.y + token * params.y_stride + channel, y);
