@@ -143,6 +143,8 @@ pub(crate) struct Argument<'a> {
     layout: Layout,
     /// Whether kernels call the stride of its rows `NAME_stride`.
     one_stride: bool,
+    /// Whether its first two axes are one to the kernels, of tokens.
+    packed: bool,
     /// Alignment of the address in bytes, in addition to that of an element.
     alignment: u64,
     may_be: Option<&'static str>,
@@ -162,6 +164,7 @@ pub(crate) fn read<'a>(name: &'static str) -> Argument<'a> {
         typed: None,
         layout: Layout::Dense,
         one_stride: false,
+        packed: false,
         alignment: 1,
         may_be: None,
         presence: Presence::Required,
@@ -220,6 +223,12 @@ impl Argument<'_> {
     /// Kernels call the stride of its rows `NAME_stride`, whatever its first axis is.
     pub fn one_stride(self) -> Self {
         Self { one_stride: true, ..self }
+    }
+
+    /// Its first two axes are requests and tokens of each, evenly spaced: one axis of tokens to the
+    /// kernels.
+    pub fn packed(self) -> Self {
+        Self { packed: true, ..self }
     }
 
     /// It may be the same memory as another tensor, element by element.
@@ -306,6 +315,9 @@ impl<'a> Signature<'a> {
             self.element_type(&tensor, view)?;
             self.alignment(&tensor, view)?;
             self.layout(&tensor, view)?;
+            if tensor.packed {
+                self.check.tokens(tensor.name, view)?;
+            }
         }
         self.overlaps()?;
         Ok(axes.map(|axis| self.bound(axis).unwrap_or(0)))
@@ -313,7 +325,8 @@ impl<'a> Signature<'a> {
 
     /// The parameters of these tensors: a pointer for each. A tensor with rows also has the strides
     /// of all its axes but the last, such as `x_row_stride` for axis `num_rows` of `x`, or
-    /// `x_stride` after [`Argument::one_stride`]. An absent tensor is `nullptr` with strides of 0.
+    /// `x_stride` after [`Argument::one_stride`]. A tensor that is absent, or that the call does not
+    /// use, is `nullptr` with strides of 0.
     ///
     /// # Panics
     /// For a name that the signature does not have. That is a mistake in the launcher, which every
@@ -327,26 +340,56 @@ impl<'a> Signature<'a> {
     /// # Panics
     /// As [`Self::params`].
     pub fn append(&self, params: Params, names: &[&'static str]) -> Params {
+        names.iter().fold(params, |params, name| self.append_as(params, name, name))
+    }
+
+    /// The same for one tensor, which the kernels call `field`.
+    ///
+    /// # Panics
+    /// As [`Self::params`].
+    pub fn append_as(&self, params: Params, field: &str, name: &'static str) -> Params {
+        let tensor = self.known(name);
+        let view = tensor.view.filter(|_| tensor.presence != Presence::Ignored);
+        let merged = view.filter(|_| tensor.packed).and_then(TensorView::merged);
+        self.fields(params, field, tensor, merged.as_ref().or(view))
+    }
+
+    /// The same for these tensors from entry `first` of their first axis on.
+    ///
+    /// # Panics
+    /// As [`Self::params`].
+    pub fn append_from(&self, params: Params, first: usize, names: &[&'static str]) -> Params {
         names.iter().fold(params, |params, name| {
-            let tensor =
-                self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"));
-            let strided = if tensor.layout == Layout::Dense {
-                &[]
-            } else {
-                self.axes_of(tensor).unwrap_or(&[])
+            let view = self.known(name).view.map(|view| view.skip(first));
+            self.fields(params, name, self.known(name), view.as_ref())
+        })
+    }
+
+    fn known(&self, name: &str) -> &Argument<'a> {
+        self.find(name).unwrap_or_else(|| panic!("the signature has no tensor `{name}`"))
+    }
+
+    /// A pointer to `view`, and the strides of the axes that `tensor` has.
+    fn fields(
+        &self,
+        params: Params,
+        field: &str,
+        tensor: &Argument<'a>,
+        view: Option<&TensorView>,
+    ) -> Params {
+        let dense = tensor.layout == Layout::Dense;
+        let axes = self.axes_of(tensor).filter(|_| !dense).unwrap_or(&[]);
+        let outer = &axes[..axes.len().saturating_sub(1)];
+        let tokens = tensor.packed && !outer.is_empty();
+        let outer = outer.iter().skip(usize::from(tokens)).enumerate();
+        outer.fold(params.ptr(field, view), |params, (number, axis)| {
+            let axis = if tokens && number == 0 { "num_tokens" } else { axis };
+            let one = axis.strip_prefix("num_").map_or(axis, |many| many.trim_end_matches('s'));
+            let name = match tensor.one_stride {
+                true => format!("{field}_stride"),
+                false => format!("{field}_{one}_stride"),
             };
-            let stride = |axis: usize| tensor.view.map_or(0, |view| view.strides[axis]);
-            let outer = strided.iter().take(strided.len().saturating_sub(1)).enumerate();
-            outer.fold(params.ptr(*name, tensor.view), |params, (number, axis)| {
-                let one =
-                    axis.strip_prefix("num_").map_or(*axis, |many| many.trim_end_matches('s'));
-                let field = if tensor.one_stride {
-                    format!("{name}_stride")
-                } else {
-                    format!("{name}_{one}_stride")
-                };
-                params.stride(field, stride(number))
-            })
+            params.stride(name, view.map_or(0, |view| view.strides[number]))
         })
     }
 
@@ -929,6 +972,32 @@ mod tests {
         let by_hand = CHECK.params().ptr("w", &w).heads("x", &x).heads("y", None).rows("k", &k);
         let params = signature.append(signature.params(&["w", "x"]), &["y", "k"]);
         assert_eq!((params.bytes(), params.layout()), (by_hand.bytes(), by_hand.layout()));
+    }
+
+    #[test]
+    fn parameters_take_other_names_tokens_of_requests_and_tokens_from_one_on() {
+        let tokens = view(64, DType::F32, &[2, 3, 4], &[24, 8, 1]);
+        let (uneven, flat) =
+            (view(64, DType::F32, &[2, 3, 4], &[40, 8, 1]), view(64, DType::F32, &[6, 4], &[8, 1]));
+        let packed = |x| read_at("x", x).axes(&["batch", "s_q", "head_dim"]).rows().packed();
+        let signature = signature_at([packed(&tokens)]);
+        let params = signature.append_as(CHECK.params(), "q", "x");
+        let by_hand = CHECK.params().strided("q", &flat, ["token_stride"]);
+        assert_eq!((params.bytes(), params.layout()), (by_hand.bytes(), by_hand.layout()));
+        assert!(refusal([packed(&uneven)]).contains("tokens must be evenly spaced"));
+
+        let rows = signature_at([read_at("x", &flat).axes(&["num_tokens", "head_dim"]).rows()]);
+        let params = rows.append_from(CHECK.params(), 2, &["x"]);
+        let by_hand = CHECK.params().strided("x", &flat.skip(2), ["token_stride"]);
+        assert_eq!((params.bytes(), params.layout()), (by_hand.bytes(), by_hand.layout()));
+    }
+
+    #[test]
+    fn a_tensor_that_a_call_does_not_use_is_no_parameter_of_its_kernels() {
+        let x = dense(64, &[4]);
+        let signature = signature_at([read_at("x", &x).when(false)]);
+        let by_hand = CHECK.params().ptr("x", None::<&TensorView>);
+        assert_eq!(signature.params(&["x"]).bytes(), by_hand.bytes());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `decode_attention`: launcher of `kernels/cuda/attention/decode_attention.cu` (inference 8 to
 //! 8.4).
 
-use crate::arguments::{Arguments, Parts, read, scratch, write};
+use crate::arguments::{Argument, Arguments, Parts, Signature, read, scratch, write};
 use crate::cache::kv_cache::{RowFormat, num_slots};
 pub use crate::implementation::Implementation;
 use dsv4_runtime::params::{DeviceAddress, Params};
@@ -169,31 +169,32 @@ pub fn modules() -> Vec<Module> {
 
 /// Checks the options and the tensors of [`forward`]. Written tensors are checked only when
 /// `launching`.
-fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents> {
+fn check<'a>(
+    views: &'a Views,
+    options: &Options,
+    launching: bool,
+) -> Result<(Signature<'a>, Extents)> {
     let Options { format, window_page_size, compressed_page_size, num_blocks, .. } = *options;
     options.check()?;
-    let (bytes, slots) = (&[DType::U8], &[DType::I32]);
+    let slots = &[DType::I32];
+    let pages = |store: Argument<'a>| store.of(&[DType::U8]).aligned_rows().one_stride();
+    let lists = |lists: Argument<'a>| lists.of(slots).rows().one_stride().packed();
     let tensors = [
         read("q")
             .of(&[DType::Bf16])
             .axes(&["batch", "s_q", "num_heads", "head_dim"])
-            .aligned_rows(),
-        read("window").of(bytes).axes(&["window_num_pages", "window_page_bytes"]).aligned_rows(),
-        read("window_indices").of(slots).axes(&["batch", "s_q", "window_topk"]).rows(),
-        read("window_length").of(slots).axes(&["batch"]).optional(),
-        read("compressed")
-            .of(bytes)
-            .axes(&["compressed_num_pages", "compressed_page_bytes"])
             .aligned_rows()
+            .packed(),
+        pages(read("window").axes(&["window_num_pages", "window_page_bytes"])),
+        lists(read("window_indices").axes(&["batch", "s_q", "window_topk"])),
+        read("window_length").of(slots).axes(&["batch"]).optional(),
+        pages(read("compressed").axes(&["compressed_num_pages", "compressed_page_bytes"]))
             .optional(),
-        read("compressed_indices")
-            .of(slots)
-            .axes(&["batch", "s_q", "compressed_topk"])
-            .rows()
+        lists(read("compressed_indices").axes(&["batch", "s_q", "compressed_topk"]))
             .with(&["compressed"]),
         read("compressed_length").of(slots).axes(&["batch"]).only_with(&["compressed"]),
         read("sink").axes(&["num_heads"]).optional(),
-        write("out").like("q").aligned_rows().when(launching),
+        write("out").like("q").aligned_rows().packed().when(launching),
         write("lse").axes(&["batch", "s_q", "num_heads"]).when(launching),
         scratch("workspace", 16).when(launching),
     ];
@@ -220,7 +221,7 @@ fn extents(views: &Views, options: &Options, launching: bool) -> Result<Extents>
     let tiles = [window, compressed].iter().map(|store| store.topk / TILE_SLOTS + 1).sum::<usize>();
     let all_tiles = batch.saturating_mul(s_q).saturating_mul(num_heads).saturating_mul(tiles);
     CHECK.int32("q", all_tiles.saturating_add(num_blocks.saturating_mul(2)))?;
-    Ok(Extents { batch, s_q, num_heads, window, compressed })
+    Ok((call, Extents { batch, s_q, num_heads, window, compressed }))
 }
 
 /// Parts of the scratch memory, as byte offsets. Each part starts at a multiple of 16.
@@ -249,7 +250,7 @@ impl Workspace {
 /// # Errors
 /// Inputs that the launcher rejects.
 pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
-    let extents = extents(views, options, false)?;
+    let (_, extents) = check(views, options, false)?;
     let of = |implementation| {
         Workspace::of(options.format, extents.spread(options.num_blocks, implementation)).bytes
     };
@@ -286,11 +287,11 @@ pub fn workspace_bytes(views: &Views, options: &Options) -> Result<usize> {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<String>> {
-    let extents = extents(views, options, true)?;
+    let (call, extents) = check(views, options, true)?;
     let implementation =
         resolve(device, options.format, extents.num_heads, options.implementation)?;
     let spread = extents.spread(options.num_blocks, implementation);
-    let params = params(views, options, extents, spread)?;
+    let params = params(views, &call, options, (extents, spread))?;
     let hopper = implementation == Implementation::Hopper;
     let (file, name) =
         if hopper { (HOPPER_FILE, "decode_attention_hopper") } else { (FILE, "decode_attention") };
@@ -308,24 +309,21 @@ pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Vec<
     Ok(paths)
 }
 
-fn params(views: &Views, options: &Options, extents: Extents, spread: Spread) -> Result<Params> {
+fn params(
+    views: &Views,
+    call: &Signature,
+    options: &Options,
+    (extents, spread): (Extents, Spread),
+) -> Result<Params> {
     let Extents { batch, s_q, num_heads, window, compressed } = extents;
     let (workspace, parts) = (&views["workspace"], Workspace::of(options.format, spread));
     CHECK.holds("workspace", workspace, parts.bytes)?;
     let part = |offset: usize| DeviceAddress(workspace.address + offset as u64);
-    let tokens = |name| views.get(name).map(|view| CHECK.tokens(name, view)).transpose();
-    let params = CHECK.params().heads("q", &tokens("q")?);
-    let params = params
-        .rows("window_pages", &views["window"])
-        .rows("window_indices", &tokens("window_indices")?);
-    let params = params
-        .ptr("window_length", views.get("window_length"))
-        .rows("compressed_pages", views.get("compressed"));
-    let params = params.rows("compressed_indices", &tokens("compressed_indices")?);
-    let params = params
-        .ptr("compressed_length", views.get("compressed_length"))
-        .ptr("sink", views.get("sink"));
-    let params = params.heads("out", &tokens("out")?).ptr("lse", &views["lse"]);
+    let params = call.append_as(call.params(&["q"]), "window_pages", "window");
+    let params = call.append(params, &["window_indices", "window_length"]);
+    let params = call.append_as(params, "compressed_pages", "compressed");
+    let lists_and_out = ["compressed_indices", "compressed_length", "sink", "out", "lse"];
+    let params = call.append(params, &lists_and_out);
     let params = params
         .ptr("partial_out", part(parts.partial_out))
         .ptr("partial_lse", part(parts.partial_lse));

@@ -1,7 +1,9 @@
 //! `sparse_attention`: launchers of `kernels/cuda/sparse_attention*.cu` (inference 8, training 3
 //! and 4).
 
-use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
+use crate::arguments::{
+    Argument, Arguments, FLOATS, Parts, Signature, read, saved, scratch, write,
+};
 pub use crate::implementation::Implementation;
 use dsv4_runtime::params::{DeviceAddress, Params};
 use dsv4_runtime::source::{Module, module};
@@ -223,7 +225,7 @@ pub fn modules() -> Vec<Module> {
 }
 
 /// Checks the arguments of a call.
-fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
+fn check(views: &Views, options: Options, purpose: Purpose) -> Result<(Signature<'_>, Extents)> {
     let (forward, backward) = (purpose == Purpose::Forward, purpose == Purpose::Backward);
     let per_head = |tensor: Argument<'static>| tensor.axes(&["num_tokens", "num_heads"]);
     let values = |tensor: Argument<'static>| {
@@ -235,10 +237,10 @@ fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
     };
     let tensors = [
         read("q").of(&BF16).axes(&["num_tokens", "num_heads", "head_dim"]).aligned_rows(),
-        read("k").of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows(),
-        read("v").of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows().optional(),
+        read("k").of(&BF16).axes(&["num_keys", "head_dim"]).aligned_rows().one_stride(),
+        read("v").of(&BF16).axes(&["num_keys", "v_dim"]).aligned_rows().one_stride().optional(),
         read("sink").axes(&["num_heads"]).optional(),
-        read("indices").of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows(),
+        read("indices").of(&[DType::I32]).axes(&["num_tokens", "topk"]).rows().one_stride(),
         read("topk_length").of(&[DType::I32]).axes(&["num_tokens"]).optional(),
         values(saved("out", backward)),
         per_head(saved("lse", backward)).when(forward || backward),
@@ -266,15 +268,8 @@ fn check(views: &Views, options: Options, purpose: Purpose) -> Result<Extents> {
     let axes = ["num_tokens", "num_heads", "head_dim", "v_dim", "num_keys", "topk"];
     let [num_tokens, num_heads, head_dim, v_dim, num_keys, topk] = call.bind(axes)?;
     CHECK.positive("softmax_scale", options.softmax_scale)?;
-    Ok(Extents {
-        num_tokens,
-        num_heads,
-        head_dim,
-        v_dim,
-        num_keys,
-        topk,
-        separate: part_of_k.is_none(),
-    })
+    let separate = part_of_k.is_none();
+    Ok((call, Extents { num_tokens, num_heads, head_dim, v_dim, num_keys, topk, separate }))
 }
 
 /// The values are either a tensor or the first columns of the keys; `v_dim` is their number.
@@ -324,12 +319,9 @@ fn check_values(views: &Views, options: Options) -> Result<Option<usize>> {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: Options) -> Result<String> {
-    let extents = check(views, options, Purpose::Forward)?;
-    let params =
-        CHECK.params().heads("q", &views["q"]).rows("k", &views["k"]).rows("v", views.get("v"));
-    let params = params.ptr("sink", views.get("sink")).rows("indices", &views["indices"]);
-    let params = params.ptr("topk_length", views.get("topk_length")).heads("out", &views["out"]);
-    let params = params.ptr("lse", &views["lse"]).ptr("max_logits", &views["max_logits"]);
+    let (call, extents) = check(views, options, Purpose::Forward)?;
+    let tensors = ["q", "k", "v", "sink", "indices", "topk_length", "out", "lse", "max_logits"];
+    let params = call.params(&tensors);
     let params = extents.params(params)?.f32("softmax_scale", options.softmax_scale);
     if extents.hopper(device, options.implementation, &HOPPER_HEAD_DIMS)? {
         let name = "sparse_attention_hopper_forward";
@@ -448,7 +440,7 @@ impl Workspace {
 /// # Errors
 /// Tensors and options that the launcher rejects, and a chunk of 0 tokens.
 pub fn workspace_bytes(views: &Views, options: Options, dk: DType) -> Result<usize> {
-    let extents = check(views, options, Purpose::Sizes)?;
+    let (_, extents) = check(views, options, Purpose::Sizes)?;
     Ok(Workspace::of(extents, dk, views.get("sink").is_some(), options.key_gradients)?.bytes)
 }
 
@@ -458,7 +450,7 @@ pub fn workspace_bytes(views: &Views, options: Options, dk: DType) -> Result<usi
 /// # Errors
 /// Tensors and options that the launcher rejects.
 pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
-    let extents = check(views, options, Purpose::Sizes)?;
+    let (_, extents) = check(views, options, Purpose::Sizes)?;
     Ok((DEFAULT_ROW_BYTES / extents.row_bytes().max(1)).clamp(1, extents.num_tokens.max(1)))
 }
 
@@ -477,7 +469,7 @@ pub fn default_chunk_tokens(views: &Views, options: Options) -> Result<usize> {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<String>> {
-    let extents = check(views, options, Purpose::Backward)?;
+    let (signature, extents) = check(views, options, Purpose::Backward)?;
     let workspace = Workspace::of(
         extents,
         views["dk"].dtype,
@@ -489,6 +481,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     let call = BackwardCall {
         device,
         views,
+        signature,
         softmax_scale: options.softmax_scale,
         extents,
         workspace,
@@ -504,6 +497,7 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
 struct BackwardCall<'a> {
     device: &'a Device,
     views: &'a Views,
+    signature: Signature<'a>,
     softmax_scale: f32,
     extents: Extents,
     workspace: Workspace,
@@ -536,10 +530,9 @@ impl BackwardCall<'_> {
     }
 
     fn delta(&self) -> Result<String> {
-        let (views, Extents { num_tokens, num_heads, .. }) = (self.views, self.extents);
+        let Extents { num_tokens, num_heads, .. } = self.extents;
         let name = "sparse_attention_delta";
-        let params = CHECK.params().heads("out", &views["out"]).heads("dout", &views["dout"]);
-        let params = params.ptr("lse", &views["lse"]).ptr("sink", views.get("sink"));
+        let params = self.signature.params(&["out", "dout", "lse", "sink"]);
         let params = params
             .ptr("delta", self.address(self.workspace.delta))
             .ptr("sink_terms", self.sink_terms());
@@ -553,10 +546,13 @@ impl BackwardCall<'_> {
     }
 
     fn dsink(&self) -> Result<Option<String>> {
-        let Some(dsink) = self.views.get("dsink") else { return Ok(None) };
+        if self.views.get("dsink").is_none() {
+            return Ok(None);
+        }
         let Extents { num_tokens, num_heads, .. } = self.extents;
         let name = "sparse_attention_dsink";
-        let params = CHECK.params().ptr("sink_terms", self.sink_terms()).ptr("dsink", dsink);
+        let params = CHECK.params().ptr("sink_terms", self.sink_terms());
+        let params = self.signature.append(params, &["dsink"]);
         let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
         self.kernel(name)?.launch_blocks("sink", num_heads.div_ceil(32), &params)?;
         Ok(Some(name.into()))
@@ -691,21 +687,15 @@ impl BackwardCall<'_> {
         dk: &TensorView,
         dv: Option<&TensorView>,
     ) -> Result<String> {
-        let (views, of_chunk) = (self.views, |name| self.tokens_from(first, name));
         let chunk = Extents { num_tokens: tokens, ..self.extents };
+        let call = &self.signature;
         let delta = self.scratch(self.workspace.delta, &[self.extents.num_tokens, chunk.num_heads]);
-        let params = CHECK
-            .params()
-            .heads("q", of_chunk("q").as_ref())
-            .rows("k", &views["k"])
-            .rows("v", views.get("v"));
-        let params = params.heads("dout", of_chunk("dout").as_ref()).ptr("sink", views.get("sink"));
-        let params = params.ptr("lse", of_chunk("lse").as_ref()).ptr("delta", &delta.skip(first));
-        let params = params
-            .ptr("dlse", of_chunk("dlse").as_ref())
-            .rows("indices", of_chunk("indices").as_ref());
-        let params = params.ptr("topk_length", of_chunk("topk_length").as_ref());
-        let params = params.heads("dq", of_chunk("dq").as_ref()).rows("dk", dk).rows("dv", dv);
+        let of_chunk = |params, names: &[&'static str]| call.append_from(params, first, names);
+        let params = call.append(of_chunk(CHECK.params(), &["q"]), &["k", "v"]);
+        let params = call.append(of_chunk(params, &["dout"]), &["sink"]);
+        let params = of_chunk(params, &["lse"]).ptr("delta", &delta.skip(first));
+        let params = of_chunk(params, &["dlse", "indices", "topk_length", "dq"]);
+        let params = params.rows("dk", dk).rows("dv", dv);
         let params = chunk.params(params)?.f32("softmax_scale", self.softmax_scale);
         let deterministic = self.workspace.chunk.is_some();
         if self.hopper {

@@ -43,7 +43,11 @@ pub fn forward(
     let tensors = [
         read("kv").of(&[DType::Bf16]).axes(&["num_tokens", "head_dim"]).aligned_rows().one_stride(),
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
-        write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
+        write("cache")
+            .of(&[DType::U8])
+            .axes(&["num_pages", "page_bytes"])
+            .aligned_rows()
+            .one_stride(),
     ];
     let page_bytes = format.page_bytes(CHECK, "cache", page_size)?;
     let mut call = CHECK
@@ -52,7 +56,7 @@ pub fn forward(
         .given("page_bytes", page_bytes);
     let [num_tokens, num_pages] = call.bind(["num_tokens", "num_pages"])?;
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = call.params(&["kv", "slots"]).rows("pages", &views["cache"]);
+    let params = call.append_as(call.params(&["kv", "slots"]), "pages", "cache");
     let params = params
         .i32("num_tokens", num_tokens)?
         .i32("num_slots", num_slots)?

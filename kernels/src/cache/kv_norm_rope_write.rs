@@ -70,7 +70,11 @@ pub fn forward(
         positions,
         read("slots").of(&[DType::I32]).axes(&["num_tokens"]),
         write("y").like("x").aligned_rows().one_stride().may_be("x"),
-        write("cache").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows(),
+        write("cache")
+            .of(&[DType::U8])
+            .axes(&["num_pages", "page_bytes"])
+            .aligned_rows()
+            .one_stride(),
     ];
     let page_bytes = format.page_bytes(CHECK, "cache", page_size)?;
     let call = CHECK
@@ -83,7 +87,8 @@ pub fn forward(
     CHECK.positive("eps", eps)?;
     rotation::check_rows(CHECK, views, table_rows, num_tokens)?;
     let num_slots = num_slots(CHECK, "cache", num_pages, page_size)?;
-    let params = call.params(&["x", "weight", "y", "slots"]).rows("pages", &views["cache"]);
+    let params = call.params(&["x", "weight", "y", "slots"]);
+    let params = call.append_as(params, "pages", "cache");
     let params = call.append(params, &["cos", "sin", "positions"]);
     let params = params.i64("table_rows", table_rows)?;
     let params = params

@@ -303,7 +303,7 @@ pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<Strin
     } else {
         None
     };
-    let params = with_maps(params(views, &grouped, extents)?, maps);
+    let params = with_maps(params((views, &signature), &grouped, extents)?, maps);
     let processors = device.environment().processors as usize;
     if maps.is_some() {
         let name = if grouped.takes_pairs(extents) {
@@ -371,13 +371,15 @@ pub(crate) fn of_experts(params: Params, name: &str, view: &TensorView) -> Param
     }
 }
 
-fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> {
+fn params(
+    (views, call): (&Views, &Signature),
+    grouped: &Grouped,
+    extents: Extents,
+) -> Result<Params> {
     let (y, [x_scales, w_scales]) = (&views["y"], grouped.scales(extents));
     let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
-    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
-    let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
-    let params =
-        of_experts(params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets), "out", y);
+    let params = call.append(params, &["x_scales", "w_scales", "counts", "expert_offsets"]);
+    let params = of_experts(params, "out", y);
     let places = |scales: Scales| scales.padded_rows() * scales.padded_groups();
     let of_x = if grouped.is_masked() { places(x_scales) } else { 0 };
     let params = params.i64("x_expert_scales", of_x)?.i64("w_expert_scales", places(w_scales))?;
@@ -388,5 +390,5 @@ fn params(views: &Views, grouped: &Grouped, extents: Extents) -> Result<Params> 
     let wide = (extents.out_features * y.dtype.size()).is_multiple_of(16) && is_aligned(y);
     let params =
         params.i32("experts", extents.num_experts)?.flag("out_is_f32", y.dtype == DType::F32);
-    Ok(params.flag("wide", wide).ptr("num_taken", &views["workspace"]))
+    Ok(call.append_as(params.flag("wide", wide), "num_taken", "workspace"))
 }

@@ -203,7 +203,7 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
         quantized.implementation.runs_hopper(CHECK, device.environment(), usize::MAX, misfit)?;
     let boxes = large_boxes(views).filter(|_| hopper && options.suits_large());
     let maps = boxes.map(|boxes| maps_of(device, boxes)).transpose()?;
-    let params = params(views, &options, extents)?
+    let params = params((views, &signature), &options, extents)?
         .flag("wide", signature.vectorised_rows(&["codes"]))
         .f32("limit", limit);
     let params = with_maps(params, maps);
@@ -248,15 +248,17 @@ pub fn forward(device: &Device, views: &Views, limit: f32, options: Options) -> 
 }
 
 /// All parameters except the storage of codes and the limit.
-fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> {
+fn params(
+    (views, call): (&Views, &Signature),
+    options: &Options,
+    extents: Extents,
+) -> Result<Params> {
     let (grouped, quantized) = (&options.grouped, options.quantized);
     let [x_scales, w_scales] = grouped.scales(extents);
     let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
-    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
-    let offsets = views.get("expert_offsets").filter(|_| !grouped.is_masked());
-    let params = params.ptr("counts", &views["counts"]).ptr("expert_offsets", offsets);
-    let params = of_experts(params.ptr("weight", views.get("weight")), "codes", &views["codes"]);
-    let params = params.ptr("scales", &views["scales"]).i64("rows", extents.num_rows)?;
+    let tensors = ["x_scales", "w_scales", "counts", "expert_offsets", "weight"];
+    let params = of_experts(call.append(params, &tensors), "codes", &views["codes"]);
+    let params = call.append(params, &["scales"]).i64("rows", extents.num_rows)?;
     let params = params.i64("columns", extents.out_features)?.i64("depth", extents.in_features)?;
     let params =
         params.i32("experts", extents.num_experts)?.i32("x_scale_layout", x_scales.number())?;
@@ -267,5 +269,6 @@ fn params(views: &Views, options: &Options, extents: Extents) -> Result<Params> 
     let params = params.i32("scale_layout", options.scales(extents).number())?;
     let params = params.i32("scale_type", quantized.scale as usize)?;
     let params = params.i32("log2_group", quantized.group.columns().trailing_zeros() as usize)?;
-    Ok(params.flag("round_to_bf16", quantized.round_to_bf16).ptr("num_taken", &views["workspace"]))
+    let params = params.flag("round_to_bf16", quantized.round_to_bf16);
+    Ok(call.append_as(params, "num_taken", "workspace"))
 }

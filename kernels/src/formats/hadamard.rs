@@ -98,15 +98,14 @@ pub fn launch(
         true => (FILE, "hadamard_vector"),
         false => (FILE, "hadamard_scalar"),
     };
-    let mut params = CHECK.params().strided("x", &views[x], ["row_stride"]);
+    let mut params = call.append_as(CHECK.params(), "x", x);
     let mut defines = vec![stored.define()];
     if file == FILE {
-        params = params.strided("y", values.then(|| &views[y]), ["row_stride"]);
+        params = call.append_as(params, "y", y);
         defines.extend(element_types(&[("ELEMENT", views[x].dtype)]));
     }
-    let params = params.strided("codes", (!values).then(|| &views["codes"]), ["row_stride"]);
-    let params = params.ptr("scale_bytes", e2m1.then(|| &views["scale_bytes"]));
-    let params = params.ptr("scales", e4m3.then(|| &views["scales"])).i64("num_rows", num_rows)?;
+    let params = call.append(params, &["codes", "scale_bytes", "scales"]);
+    let params = params.i64("num_rows", num_rows)?;
     let kernel = device.kernel(file, &defines, name)?;
     // Blocks of `hadamard_codes` run several iterations.
     let resident =

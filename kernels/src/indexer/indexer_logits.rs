@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{Argument, Arguments, Defines, FLOATS, read, write};
+use crate::arguments::{Argument, Arguments, Defines, FLOATS, Signature, read, write};
 pub use crate::implementation::Implementation;
 use dsv4_runtime::params::Params;
 use dsv4_runtime::source::{Module, module};
@@ -219,7 +219,7 @@ fn tensors(operands: Operands, addressing: Addressing) -> Vec<Argument<'static>>
     let weights: &[DType] = if e4m3 { &FLOATS[1..] } else { &FLOATS };
     let of_tokens = |tensor: Argument<'static>,
                      [flat, by_request]: [&'static [&'static str]; 2]| {
-        tensor.axes(if paged { by_request } else { flat })
+        if paged { tensor.axes(by_request).packed() } else { tensor.axes(flat) }
     };
     let heads = [
         &["num_tokens", "num_heads", "row_elements"][..],
@@ -237,14 +237,14 @@ fn tensors(operands: Operands, addressing: Addressing) -> Vec<Argument<'static>>
             [&["num_tokens", "num_heads"], &["batch", "next_n", "num_heads"]],
         ),
         of_tokens(
-            write("logits").rows(),
+            write("logits").rows().one_stride(),
             [&["num_tokens", "columns"], &["batch", "next_n", "columns"]],
         ),
     ];
     if paged {
         tensors
             .push(read("pages").of(&[DType::U8]).axes(&["num_pages", "page_bytes"]).aligned_rows());
-        tensors.push(integers("block_table").axes(&["batch", "table_pages"]).rows());
+        tensors.push(integers("block_table").axes(&["batch", "table_pages"]).rows().one_stride());
         tensors.push(integers("context_lens").axes(&["batch", "next_n"]));
         return tensors;
     }
@@ -262,7 +262,7 @@ fn tensors(operands: Operands, addressing: Addressing) -> Vec<Argument<'static>>
     tensors
 }
 
-fn check(views: &Views, options: &Options) -> Result<Extents> {
+fn check<'a>(views: &'a Views, options: &Options) -> Result<(Signature<'a>, Extents)> {
     let Options { operands, ratio, page_size, sm_scale, .. } = *options;
     let addressing = addressing(views)?;
     let paged = addressing == Addressing::Paged;
@@ -306,7 +306,7 @@ fn check(views: &Views, options: &Options) -> Result<Extents> {
     }
     let [num_tokens, next_n] =
         if paged { [batch.saturating_mul(next_n), next_n] } else { [num_tokens; 2] };
-    Ok(Extents {
+    let extents = Extents {
         paged,
         num_tokens,
         next_n,
@@ -315,7 +315,8 @@ fn check(views: &Views, options: &Options) -> Result<Extents> {
         columns,
         num_sequences,
         table_pages,
-    })
+    };
+    Ok((call, extents))
 }
 
 /// Parts into which the keys of each tile of tokens are divided.
@@ -379,7 +380,7 @@ fn maps(
 }
 
 fn params(
-    views: &Views,
+    (views, call): (&Views, &Signature),
     options: &Options,
     extents: &Extents,
     num_pieces: usize,
@@ -395,39 +396,14 @@ fn params(
         num_sequences,
         table_pages,
     } = *extents;
-    let tokens = |name: &'static str| match paged {
-        true => CHECK.tokens(name, &views[name]),
-        false => Ok(views[name].clone()),
-    };
-    let bytes = |view: &TensorView, axis: usize| view.strides[axis] * view.dtype.size() as i64;
-    let (q, w, logits, keys) =
-        (tokens("q")?, tokens("w")?, tokens("logits")?, &views[if paged { "pages" } else { "k" }]);
-    let of = |operands| {
-        views
-            .get(if operands == Operands::E4m3 { "k_scales" } else { "k_scale_bytes" })
-            .filter(|_| operands == options.operands)
-    };
-    let e2m1 = options.operands == Operands::E2m1;
-    let params = CHECK
-        .params()
-        .ptr("q", &q)
-        .stride("q_token_stride", bytes(&q, 0))
-        .stride("q_head_stride", bytes(&q, 1));
-    let params = params.ptr("q_scale_bytes", views.get("q_scale_bytes").filter(|_| e2m1));
-    let params =
-        params.strided("w", &w, ["token_stride"]).ptr("k", keys).stride("k_stride", bytes(keys, 0));
-    let params =
-        params.ptr("k_scales", of(Operands::E4m3)).ptr("k_scale_bytes", of(Operands::E2m1));
-    let params = params
-        .rows("block_table", views.get("block_table"))
-        .ptr("context_lens", views.get("context_lens"));
-    let params = ["ks", "ke", "cu_q", "cu_k", "q_off"]
-        .iter()
-        .fold(params, |params, name| params.ptr(*name, views.get(name)));
-    let params = params
-        .rows("logits", &logits)
-        .i32("num_tokens", num_tokens)?
-        .i32("num_heads", num_heads)?;
+    // Rows of q and of keys are counted in bytes, whatever their type.
+    let q = if paged { CHECK.tokens("q", &views["q"])? } else { views["q"].clone() };
+    let (q, keys) = (bytes_of(&q), bytes_of(&views[if paged { "pages" } else { "k" }]));
+    let params = call.append(CHECK.params().heads("q", &q), &["q_scale_bytes", "w"]);
+    let params = call.append(params.rows("k", &keys), &["k_scales", "k_scale_bytes"]);
+    let params = call.append(params, &["block_table", "context_lens"]);
+    let params = call.append(params, &["ks", "ke", "cu_q", "cu_k", "q_off", "logits"]);
+    let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
     let params = params
         .i32("num_keys", num_keys)?
         .i32("columns", columns)?
@@ -435,7 +411,8 @@ fn params(
     let params = params.i32("ratio", options.ratio)?.i32("next_n", next_n.max(1))?;
     let params = params.i32("page_shift", options.page_size.trailing_zeros() as usize)?;
     let params = params.i32("table_pages", table_pages)?.i32("num_pieces", num_pieces)?;
-    let flags = usize::from(options.clean_logits) + 2 * usize::from(w.dtype == DType::Bf16);
+    let of_bf16 = views["w"].dtype == DType::Bf16;
+    let flags = usize::from(options.clean_logits) + 2 * usize::from(of_bf16);
     let [q_map, k_map] = maps;
     let params = params.i32("flags", flags)?.f32("sm_scale", options.sm_scale);
     Ok(params.tensor_map("q_map", q_map).tensor_map("k_map", k_map))
@@ -467,7 +444,7 @@ fn params(
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<String> {
-    let extents = check(views, options)?;
+    let (call, extents) = check(views, options)?;
     let Extents { num_tokens, next_n, num_heads, columns, .. } = extents;
     let requests = num_tokens / next_n.max(1);
     let processors = (device.environment().processors as usize).max(1);
@@ -488,7 +465,7 @@ pub fn forward(device: &Device, views: &Views, options: &Options) -> Result<Stri
         map.filter(|_| hopper).map(|map| device.tensor_map(&map)).transpose()
     };
     let [q_map, k_map] = maps.unwrap_or_default().map(map);
-    let params = params(views, options, &extents, num_pieces, [q_map?, k_map?])?;
+    let params = params((views, &call), options, &extents, num_pieces, [q_map?, k_map?])?;
     device.kernel(variant.file(), &variant.defines(), name)?.launch_blocks("q", blocks, &params)?;
     Ok(variant.path())
 }

@@ -849,10 +849,15 @@ impl Quantized {
         let rows =
             |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let tensors = [
-            rows(read("x").of(&[DType::U8]).axes(x_axes)),
-            rows(read("w").of(&[DType::U8]).axes(w_axes)),
-            write("y").of(&FLOATS).axes(&["num_tokens", "out_features"]).rows().may_be("y_before"),
-            read("y_before").like("y").rows().optional(),
+            rows(read("x").of(&[DType::U8]).axes(x_axes)).one_stride(),
+            rows(read("w").of(&[DType::U8]).axes(w_axes)).one_stride(),
+            write("y")
+                .of(&FLOATS)
+                .axes(&["num_tokens", "out_features"])
+                .rows()
+                .one_stride()
+                .may_be("y_before"),
+            read("y_before").like("y").rows().one_stride().optional(),
             // After the tensors that determine their sizes.
             Self::read_scales("x_scales", of_x.tensor().0, X_SCALES.of(of_x)),
             Self::read_scales("w_scales", of_w.tensor().0, W_SCALES.of(of_w)),
@@ -1046,7 +1051,8 @@ pub fn forward_quantized(
         (false, _) => extents.grid(device, tiles),
     };
     let splits = if device.is_invariant() { extents.quantized_parts() } else { splits };
-    let params = with_maps(quantized_params(views, &quantized, extents, splits)?, maps);
+    let params =
+        with_maps(quantized_params((views, &signature), &quantized, extents, splits)?, maps);
     let defines = quantized_defines(quantized.weights, quantized.group);
     let units = count.saturating_mul(splits);
     let processors = device.environment().processors as usize;
@@ -1089,23 +1095,19 @@ pub fn forward_quantized(
 }
 
 fn quantized_params(
-    views: &Views,
+    (views, call): (&Views, &Signature),
     quantized: &Quantized,
     extents: Extents,
     splits: usize,
 ) -> Result<Params> {
-    let (out, before) = (&views["y"], views.get("y_before"));
     let x_scales = quantized.x_scales(extents.rows, extents.depth);
     let w_scales = quantized.w_scales(extents.columns, extents.depth);
-    let params = CHECK.params().rows("x", &views["x"]).rows("w", &views["w"]);
-    let params = params.ptr("x_scales", &views["x_scales"]).ptr("w_scales", &views["w_scales"]);
-    let params = ["x_global_scale", "w_global_scale"].into_iter().fold(params, |params, name| {
-        params.ptr(name, views.get(name).filter(|_| quantized.weights == Weights::Nvfp4))
-    });
-    let params = extents.params(params.rows("before", before).rows("out", out), views)?;
+    let tensors = ["x", "w", "x_scales", "w_scales", "x_global_scale", "w_global_scale"];
+    let params = call.append_as(call.params(&tensors), "before", "y_before");
+    let params = extents.params(call.append_as(params, "out", "y"), views)?;
     let params =
         product_params(params, [x_scales, w_scales])?.flag("scale_bytes", quantized.scale_bytes);
-    how_stored(params, splits, out, before)
+    how_stored(params, splits, &views["y"], views.get("y_before"))
 }
 
 #[cfg(test)]

@@ -266,7 +266,7 @@ pub(crate) fn streams_map(streams: &TensorView, box_tokens: usize) -> Option<Ten
 /// The first launch of [`forward`], already checked: the launch itself rejects nothing.
 pub(crate) struct Projection<'a> {
     device: &'a Device,
-    views: &'a Views,
+    call: Signature<'a>,
     num_tokens: usize,
     hidden_size: usize,
     /// Whether 16-byte accesses fit every row of streams and weights.
@@ -286,14 +286,14 @@ impl<'a> Projection<'a> {
         numbers: Numbers,
         implementation: Implementation,
     ) -> Result<Self> {
-        let (signature, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
-        let aligned = signature.vectorised() && views["fn"].address.is_multiple_of(16);
+        let (call, [num_tokens, hidden_size]) = check(device, views, numbers, implementation)?;
+        let aligned = call.vectorised() && views["fn"].address.is_multiple_of(16);
         let map = aligned.then(|| streams_map(&views["streams"], HOPPER_TOKENS)).flatten();
         let misfit = map.is_none().then(|| {
             "hardware copies no boxes of streams: their rows overlap or lie at no multiples of 16 bytes".to_owned()
         });
         let hopper = runs_hopper(CHECK, device, implementation, num_tokens, misfit)?;
-        Ok(Self { device, views, num_tokens, hidden_size, aligned, map: map.filter(|_| hopper) })
+        Ok(Self { device, call, num_tokens, hidden_size, aligned, map: map.filter(|_| hopper) })
     }
 
     /// Launches one of the projections: for Hopper, for all hardware, for blocks with one step of
@@ -302,15 +302,14 @@ impl<'a> Projection<'a> {
     /// # Errors
     /// A compile error, a rejected launch.
     pub fn launch(&self) -> Result<Projected> {
-        let Self { device, views, num_tokens, hidden_size, .. } = *self;
+        let Self { device, num_tokens, hidden_size, .. } = *self;
         let sizes = |params, splits| size_params(params, [num_tokens, hidden_size], splits);
         let invariant = device.is_invariant();
         let projected =
             |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size, invariant };
         if let Some(map) = &self.map {
             let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
-            let params =
-                CHECK.params().ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]);
+            let params = self.call.append_as(self.call.params(&["fn"]), "partials", "workspace");
             let params =
                 sizes(params, splits)?.tensor_map("streams_map", Some(device.tensor_map(map)?));
             let name = "mhc_mix_project_hopper";
@@ -328,10 +327,8 @@ impl<'a> Projection<'a> {
             true => "mhc_mix_project",
             false => "mhc_mix_project_scalar",
         };
-        let params =
-            CHECK.params().strided("streams", &views["streams"], ["token_stride", "stream_stride"]);
-        let params =
-            sizes(params.ptr("fn", &views["fn"]).ptr("partials", &views["workspace"]), splits)?;
+        let params = self.call.params(&["streams", "fn"]);
+        let params = sizes(self.call.append_as(params, "partials", "workspace"), splits)?;
         device.kernel(FILE, &[], name)?.launch_blocks("streams", blocks, &params)?;
         Ok(projected(name, splits))
     }
