@@ -67,9 +67,10 @@ pub fn shows_nothing(error: &RuntimeError) -> bool {
 impl From<RuntimeError> for RunError {
     fn from(error: RuntimeError) -> Self {
         match error {
-            RuntimeError::Fault { .. } | RuntimeError::Load { .. } | RuntimeError::Cuda { .. } => {
-                Self::fail(error.to_string())
-            }
+            RuntimeError::Fault { .. }
+            | RuntimeError::Load { .. }
+            | RuntimeError::Cuda { .. }
+            | RuntimeError::Rank { .. } => Self::fail(error.to_string()),
             error if shows_nothing(&error) => {
                 Self { untestable: true, ..Self::error(error.to_string()) }
             }

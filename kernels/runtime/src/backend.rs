@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::error::Result;
+use super::error::{Result, RuntimeError};
 use super::matrix::MatrixLibrary;
 use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 use super::turns::Turn;
+use super::world::Collectives;
 
 /// What ran a kernel: one of the two implementations of the runtime, or an external process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -302,6 +303,11 @@ pub trait Backend: Send + Sync {
     /// that the same seed repeats. A GPU does its own scheduling and ignores this.
     fn set_schedule_seed(&self, _seed: Option<u64>) {}
 
+    /// The seed of [`Backend::set_schedule_seed`].
+    fn schedule_seed(&self) -> Option<u64> {
+        None
+    }
+
     /// Whether later launches under the deterministic schedule look for races, as they do at first.
     /// Launches of the same kernels on the same data need not: they would find the same. A GPU
     /// ignores this.
@@ -334,6 +340,29 @@ pub trait Backend: Send + Sync {
         None
     }
 
+    /// A name for a new world of a library of collectives, which all its ranks give to
+    /// [`Backend::collectives`].
+    ///
+    /// # Errors
+    /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) where there is no such
+    /// library.
+    fn name_of_world(&self) -> Result<Vec<u8>> {
+        Err(no_collectives(self.environment().backend))
+    }
+
+    /// Joins a world of a library of collectives. It waits until all of its ranks do.
+    ///
+    /// # Errors
+    /// As [`Backend::name_of_world`]; errors of the library.
+    fn collectives(
+        &self,
+        _name: &[u8],
+        _rank: usize,
+        _size: usize,
+    ) -> Result<Box<dyn Collectives + '_>> {
+        Err(no_collectives(self.environment().backend))
+    }
+
     /// The value that a kernel's parameters hold for a tensor of which it copies TMA boxes.
     ///
     /// # Errors
@@ -341,6 +370,11 @@ pub trait Backend: Send + Sync {
     fn tensor_map(&self, map: &TensorMap) -> Result<MapWords> {
         Ok(map.words())
     }
+}
+
+fn no_collectives(kind: BackendKind) -> RuntimeError {
+    let reason = format!("the {kind} device has no library of collectives");
+    RuntimeError::BackendMissing { backend: "nccl", reason }
 }
 
 #[cfg(test)]

@@ -20,6 +20,8 @@ use super::serial::Serial;
 use super::source::{Module, SourceTree, module};
 use super::tensor::HostTensor;
 use super::tensor_map::{MapWords, TensorMap};
+use super::world::crew::{Means, Ranks, Terms};
+use super::world::{Silent, World};
 
 /// How to open a [`Device`].
 #[derive(Clone, Debug)]
@@ -74,6 +76,30 @@ pub struct Device {
     /// The environment that launchers see, where it is not the backend's own.
     environment: Option<Environment>,
     invariant: bool,
+    others: Others,
+    /// The world of which this device is a rank.
+    world: Option<Arc<dyn World>>,
+}
+
+/// The ranks that a device can have.
+#[derive(Clone)]
+enum Others {
+    /// None: the caller owns the device's process.
+    None,
+    /// Ranks that only record.
+    Silent,
+    /// Processes with devices of the same kind, and the modules of each.
+    Processes(Arc<Ranks>, Arc<Mutex<Vec<Modules>>>),
+}
+
+impl Others {
+    /// The same ranks, for another source tree.
+    fn without_modules(&self) -> Self {
+        match self {
+            Self::Processes(ranks, _) => Self::Processes(ranks.clone(), Arc::default()),
+            other => other.clone(),
+        }
+    }
 }
 
 impl Device {
@@ -87,6 +113,8 @@ impl Device {
             return Err(RuntimeError::system("opening a device", std::io::Error::other(reason)));
         }
         let cache = ModuleCache::new(options.cache_dir.clone());
+        let ranks = Ranks::new(kind, options.cache_dir.clone(), options.remote.unwrap_or_default());
+        let others = Others::Processes(Arc::new(ranks), Arc::default());
         let backend: Arc<dyn Backend> = match (kind, options.remote) {
             (BackendKind::Cuda, Some(remote)) => {
                 // Checked first, so that no process is started where there is no driver.
@@ -95,13 +123,13 @@ impl Device {
                 Arc::new(Serial::new(Box::new(remote)))
             }
             (BackendKind::Cuda, None) => {
-                Arc::new(Serial::new(in_process::open(kind, cache, options.emulator)?))
+                Arc::new(Serial::new(in_process::open(kind, None, cache, options.emulator)?))
             }
             (BackendKind::Emulator | BackendKind::External, _) => {
-                in_process::open(kind, cache, options.emulator)?.into()
+                in_process::open(kind, None, cache, options.emulator)?.into()
             }
         };
-        Ok(Self::of(backend, options.tree))
+        Ok(Self { others, ..Self::of(backend, options.tree) })
     }
 
     /// This backend, with these kernels.
@@ -113,6 +141,8 @@ impl Device {
             exchange: Arc::new(Exchange::None),
             environment: None,
             invariant: false,
+            others: Others::None,
+            world: None,
         }
     }
 
@@ -120,20 +150,19 @@ impl Device {
     pub fn recording(environment: Environment, tree: SourceTree) -> Self {
         let backend = Arc::new(RecordingBackend::new(environment));
         let exchange = Arc::new(Exchange::Record(Mutex::default()));
-        let (tree, modules) = (Arc::new(tree), Modules::default());
-        Self { backend, tree, modules, exchange, environment: None, invariant: false }
+        Self { exchange, others: Others::Silent, ..Self::of(backend, tree) }
     }
 
     /// A device that claims to be `environment`, accepts launches and runs none: outputs keep the
     /// contents of their allocation. It shows which kernels a launcher chooses there.
     pub fn accepting(environment: Environment, tree: SourceTree) -> Self {
-        Self::of(Arc::new(RecordingBackend::accepting(environment)), tree)
+        Self::of_accepting(Arc::new(RecordingBackend::accepting(environment)), tree)
     }
 
     /// A device of [`RecordingBackend::accepting`], whose launches can then be read
     /// ([`RecordingBackend::take_accepted`]).
     pub fn of_accepting(backend: Arc<RecordingBackend>, tree: SourceTree) -> Self {
-        Self::of(backend, tree)
+        Self { others: Others::Silent, ..Self::of(backend, tree) }
     }
 
     /// The GPU with this number, in its primary context and in this process, for callers that own
@@ -194,7 +223,82 @@ impl Device {
             exchange: self.exchange.clone(),
             environment: self.environment.clone(),
             invariant: self.invariant,
+            others: self.others.clone(),
+            world: self.world.clone(),
         }
+    }
+
+    /// The world of which this device is a rank; `None` for a device that is alone.
+    pub fn world(&self) -> Option<&(dyn World + 'static)> {
+        self.world.as_deref()
+    }
+
+    /// How the collectives of `size` ranks of this device move tensors; `None` where it has no
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`Ranks::means`].
+    pub fn means(&self, size: usize) -> Result<Option<Means>> {
+        match &self.others {
+            Others::Processes(ranks, _) => ranks.means(size).map(Some),
+            Others::None | Others::Silent => Ok(None),
+        }
+    }
+
+    /// The processes of this device's ranks.
+    pub fn processes_of_ranks(&self) -> Vec<u32> {
+        match &self.others {
+            Others::Processes(ranks, _) => ranks.processes(),
+            Others::None | Others::Silent => Vec::new(),
+        }
+    }
+
+    /// Does `work` on `size` ranks at the same time and returns the results by rank. Each gets a
+    /// device of its own, with these kernels, whose [`Device::world`] has the others. The seed
+    /// `delays` delays them before and after collectives. On a device that only records, ranks work
+    /// one after the other, and collectives move nothing.
+    ///
+    /// # Errors
+    /// As [`Ranks::run`]; [`RuntimeError::BackendMissing`] for a device that has no ranks.
+    pub fn on_ranks<T: Send>(
+        &self,
+        size: usize,
+        delays: Option<u64>,
+        work: impl Fn(&Self) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let (ranks, modules) = match &self.others {
+            Others::Processes(ranks, modules) => (ranks, modules),
+            Others::Silent => {
+                let silent = |rank| {
+                    let world: Arc<dyn World> = Arc::new(Silent { rank, size });
+                    work(&Self { world: Some(world), ..self.again() })
+                };
+                return (0..size).map(silent).collect();
+            }
+            Others::None => {
+                let reason = "a device in its caller's own context has no ranks".into();
+                return Err(RuntimeError::BackendMissing { backend: "ranks", reason });
+            }
+        };
+        let modules = {
+            let mut modules = modules.lock().unwrap_or_else(|e| e.into_inner());
+            let known = modules.len().max(size);
+            modules.resize_with(known, Modules::default);
+            modules.clone()
+        };
+        let terms = Terms { size, delays, schedule: self.backend.schedule_seed() };
+        ranks.run(terms, &|_| {}, &|member| {
+            let modules = modules[member.world.rank()].clone();
+            let (backend, world) = (member.device, Some(member.world));
+            work(&Self {
+                backend,
+                modules,
+                exchange: Arc::new(Exchange::None),
+                others: Others::None,
+                world,
+                ..self.again()
+            })
+        })
     }
 
     /// The replacement for the upload called `name`, from [`Self::with_inputs`].
@@ -216,6 +320,8 @@ impl Device {
             exchange: Arc::new(Exchange::None),
             environment: self.environment.clone(),
             invariant: self.invariant,
+            others: self.others.without_modules(),
+            world: self.world.clone(),
         }
     }
 

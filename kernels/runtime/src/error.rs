@@ -124,6 +124,18 @@ pub enum RuntimeError {
         /// The unit, in the plural, such as `bytes of device memory`.
         of: &'static str,
     },
+    /// A rank of a world failed, or does what the others do not.
+    #[error("rank {rank} of {size}, {collective}: {what}")]
+    Rank {
+        /// The rank.
+        rank: usize,
+        /// The number of ranks.
+        size: usize,
+        /// The collective that failed, with its place in the source.
+        collective: String,
+        /// What happened to the rank, or what it does.
+        what: String,
+    },
     /// The operating system rejected something (memory, files, processes).
     #[error("{doing}: {source}")]
     System {

@@ -16,8 +16,8 @@ fn launches(start: Value, link: &mut Link) -> io::Result<Infallible> {
     emulator::serve::serve(serde_json::from_value(start)?, link)
 }
 
-fn device(_: Value, link: &mut Link) -> io::Result<Infallible> {
-    remote::host::serve(link)
+fn device(start: Value, link: &mut Link) -> io::Result<Infallible> {
+    remote::host::serve(serde_json::from_value(start)?, link)
 }
 
 // SAFETY of the section: its entries are functions without results that the loader calls before

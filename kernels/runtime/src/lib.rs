@@ -36,6 +36,7 @@ mod testing;
 mod turns;
 pub mod views;
 mod worker;
+pub mod world;
 
 pub use arena::{Contract, DeviceArena, Role};
 pub use backend::{BackendKind, Environment, Placement};
@@ -46,6 +47,7 @@ pub use source::SourceTree;
 pub use tensor::{DType, HostTensor, TensorView};
 pub use tensor_map::TensorMap;
 pub use views::Views;
+pub use world::World;
 
 // The example is tested here, and uses this crate by its name as other crates do.
 #[cfg(test)]

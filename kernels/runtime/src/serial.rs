@@ -175,6 +175,11 @@ impl Backend for Serial {
         self.backend.set_schedule_seed(seed);
     }
 
+    fn schedule_seed(&self) -> Option<u64> {
+        let _turn = self.turns.take();
+        self.backend.schedule_seed()
+    }
+
     fn watch_races(&self, watch: bool) {
         let _turn = self.turns.take();
         self.backend.watch_races(watch);

@@ -152,7 +152,6 @@ impl Supervised {
     }
 
     /// The number of the command's process.
-    #[cfg(test)]
     pub(super) fn id(&self) -> u32 {
         self.leader
     }

@@ -10,6 +10,7 @@ mod driver;
 mod graph;
 mod library;
 mod module;
+pub mod nccl;
 pub mod nvrtc;
 mod sparse;
 
@@ -27,6 +28,7 @@ use self::blaslt::Blaslt;
 use self::driver::{Context, Event, Properties};
 use self::graph::Graph;
 pub use self::module::CudaModule;
+use self::nccl::Nccl;
 pub use self::nvrtc::{Compiled, Nvrtc};
 use self::sparse::SparseMemory;
 use super::backend::{
@@ -38,6 +40,7 @@ use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::{Module, SourceTree};
 use super::tensor_map::{MapWords, TensorMap};
+use super::world::Collectives;
 
 /// Bytes of guard band on each side of an allocation, at least; also keeps its address aligned.
 const GUARD_BAND: usize = 4096;
@@ -458,6 +461,19 @@ impl Backend for CudaBackend {
 
     fn recorder(&self) -> Option<&dyn Recorder> {
         Some(self)
+    }
+
+    fn name_of_world(&self) -> Result<Vec<u8>> {
+        nccl::name_of_world()
+    }
+
+    fn collectives(
+        &self,
+        name: &[u8],
+        rank: usize,
+        size: usize,
+    ) -> Result<Box<dyn Collectives + '_>> {
+        Ok(Box::new(Nccl::join(&self.context, name, rank, size)?))
     }
 
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {

@@ -245,6 +245,10 @@ impl Backend for EmulatorBackend {
         self.worker.set_schedule_seed(seed);
     }
 
+    fn schedule_seed(&self) -> Option<u64> {
+        self.worker.schedule_seed()
+    }
+
     fn watch_races(&self, watch: bool) {
         self.worker.watch_races(watch);
     }

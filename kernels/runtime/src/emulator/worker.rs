@@ -155,6 +155,11 @@ impl Worker {
         self.tell(&mut state, &request);
     }
 
+    /// The seed of the schedule.
+    pub fn schedule_seed(&self) -> Option<u64> {
+        self.state().schedule
+    }
+
     /// Whether launches from now on look for races, also in later processes.
     pub fn watch_races(&self, watch: bool) {
         let mut state = self.state();

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::mem::ManuallyDrop;
+use std::sync::Arc;
 
+use super::Place;
 use super::message::{Answer, Request, Span};
 use crate::backend::{Backend, LoadedModule, Recorded};
 use crate::cache::ModuleCache;
@@ -12,15 +14,20 @@ use crate::emulator::EmulatorOptions;
 use crate::error::{Result, RuntimeError};
 use crate::in_process;
 use crate::worker::link::Link;
+use crate::world::meeting::{Meeting, Member, Seat, Seated, Transport};
+use crate::world::shared::SharedMemory;
+use crate::world::{Call, Collectives, World as _};
 
 /// Handles requests until the connection is closed, which is an error.
 ///
 /// # Errors
 /// A connection that is closed.
-pub fn serve(link: &mut Link) -> io::Result<Infallible> {
+pub fn serve(place: Place, link: &mut Link) -> io::Result<Infallible> {
+    let meeting = place.meeting.map(Meeting::of_descriptor).transpose()?.map(Arc::new);
     let backend = match link.receive()?.0 {
-        Request::Open { kind, cache_dir } => {
-            in_process::open(kind, ModuleCache::new(cache_dir), EmulatorOptions::default())
+        Request::Open { kind, cache_dir, ordinal } => {
+            let cache = ModuleCache::new(cache_dir);
+            in_process::open(kind, ordinal, cache, EmulatorOptions::default())
         }
         _ => Err(out_of_turn("nothing was opened")),
     };
@@ -39,6 +46,10 @@ pub fn serve(link: &mut Link) -> io::Result<Infallible> {
         backend: &**backend,
         modules: HashMap::new(),
         recorded: HashMap::new(),
+        meeting,
+        shared: SharedMemory::new(&**backend),
+        libraries: HashMap::new(),
+        seat: None,
         numbers: 0,
         within: 0,
     };
@@ -58,6 +69,13 @@ struct Host<'b> {
     backend: &'b dyn Backend,
     modules: HashMap<u64, Box<dyn LoadedModule>>,
     recorded: HashMap<u64, Box<dyn Recorded + 'b>>,
+    /// Where it meets the other ranks, if it is one.
+    meeting: Option<Arc<Meeting>>,
+    shared: SharedMemory<'b>,
+    /// Worlds of the library of collectives, by name.
+    libraries: HashMap<Vec<u8>, Box<dyn Collectives + 'b>>,
+    /// The place in the world, and the name of the library's world.
+    seat: Option<(Seated, Vec<u8>)>,
     /// Numbers allocated so far, for modules and recordings.
     numbers: u64,
     /// Spans of work that have started and not ended.
@@ -74,6 +92,10 @@ impl Host<'_> {
                 downloaded = vec![0; bytes];
                 self.backend.download(address, &mut downloaded).map(|()| Answer::Done)
             }
+            Request::NameWorld => self.backend.name_of_world().map(|name| {
+                downloaded = name;
+                Answer::Done
+            }),
             other => self.work(other, bytes),
         };
         let answer = done.unwrap_or_else(|error| {
@@ -121,6 +143,9 @@ impl Host<'_> {
             }
             Request::TensorMap(map) => return backend.tensor_map(&map).map(Answer::TensorMap),
             Request::Schedule { seed } => backend.set_schedule_seed(seed),
+            Request::Seal(allocation) => backend.seal(&allocation)?,
+            Request::Join(seat) => self.join(seat, bytes)?,
+            Request::TakePart(call) => self.take_part(&call)?,
             Request::Replay { recorded } => {
                 self.recorded
                     .get(&recorded)
@@ -131,11 +156,31 @@ impl Host<'_> {
             Request::Open { .. }
             | Request::Begin(_)
             | Request::Download { .. }
+            | Request::NameWorld
             | Request::End { .. } => {
                 return Err(out_of_turn("a request came out of its turn"));
             }
         }
         Ok(Answer::Done)
+    }
+
+    fn join(&mut self, seat: Seat, name: &[u8]) -> Result<()> {
+        let meeting = self.meeting.clone().ok_or_else(|| out_of_turn("it is no rank"))?;
+        if !name.is_empty() && !self.libraries.contains_key(name) {
+            let library = self.backend.collectives(name, seat.rank, seat.size)?;
+            self.libraries.insert(name.to_vec(), library);
+        }
+        self.seat = Some((Seated::new(meeting, seat), name.to_vec()));
+        Ok(())
+    }
+
+    fn take_part(&self, call: &Call) -> Result<()> {
+        let (seated, name) = self.seat.as_ref().ok_or_else(|| out_of_turn("it is no rank"))?;
+        let transport: &dyn Transport = match self.libraries.get(name) {
+            Some(library) => library,
+            None => &self.shared,
+        };
+        Member::new(seated, transport).take_part(call)
     }
 
     /// Handles requests until the span ends, inside the call that measures or records it. The

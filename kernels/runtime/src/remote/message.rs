@@ -11,6 +11,8 @@ use crate::matrix::MatrixProduct;
 use crate::source::SourceTree;
 use crate::tensor_map::{MapWords, TensorMap};
 use crate::worker::failure::Failure;
+use crate::world::Call;
+use crate::world::meeting::Seat;
 
 /// The methods of [`Backend`](crate::backend::Backend) and of its modules and recordings. Each is
 /// answered.
@@ -20,6 +22,8 @@ pub enum Request {
     Open {
         kind: BackendKind,
         cache_dir: PathBuf,
+        /// The number of the GPU; `None` for the chosen one.
+        ordinal: Option<u32>,
     },
     /// Answered by [`Answer::Module`].
     Load {
@@ -86,6 +90,15 @@ pub enum Request {
     Schedule {
         seed: Option<u64>,
     },
+    /// Kernels may only read the buffer from now on.
+    Seal(Allocation),
+    /// The answer's bytes are a name for a world of the library of collectives.
+    NameWorld,
+    /// Takes a seat in a world. Its bytes are the name of a world of the library, or none for
+    /// shared memory.
+    Join(Seat),
+    /// Takes part in a collective of the world that was joined last.
+    TakePart(Call),
     /// Requests from here to [`Request::End`] are timed or recorded.
     Begin(Span),
     /// Answered by [`Answer::Taken`] or [`Answer::Recorded`]; `failed` if the work failed on the

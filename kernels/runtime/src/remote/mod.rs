@@ -16,8 +16,11 @@ use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use self::message::{Answer, Request, Span};
 use super::backend::{
@@ -30,6 +33,8 @@ use super::source::SourceTree;
 use super::tensor_map::{MapWords, TensorMap};
 use super::worker::process::Process;
 use super::worker::program::Job;
+use super::world::Call;
+use super::world::meeting::{Meeting, Seat};
 
 /// Time limit of the compilation of a module.
 const COMPILE_LIMIT: Duration = Duration::from_secs(600);
@@ -42,6 +47,22 @@ pub(super) const JOB: &str = "device";
 
 /// The name of a library's GEMM in errors.
 const LIBRARY: &str = "a library's matrix product";
+
+/// What a process starts with.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Place {
+    /// The descriptor of the memory in which it meets the other ranks, if it is a rank.
+    pub meeting: Option<i32>,
+}
+
+/// A rank's part of a crew of processes.
+#[derive(Clone)]
+pub struct Rank {
+    /// Where the ranks meet.
+    pub meeting: Arc<Meeting>,
+    /// The number of its GPU; `None` for the chosen one.
+    pub ordinal: Option<u32>,
+}
 
 /// Options of a device in another process.
 #[derive(Clone, Copy, Debug)]
@@ -70,6 +91,10 @@ struct Remote {
     kind: BackendKind,
     cache_dir: PathBuf,
     options: RemoteOptions,
+    rank: Option<Rank>,
+    /// The number of the running process, 0 if there is none: it can be killed while others wait
+    /// for its answer.
+    running: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -94,15 +119,61 @@ impl RemoteBackend {
     /// [`RuntimeError::BackendMissing`] if there is no such device; a process that cannot be
     /// started.
     pub fn open(kind: BackendKind, cache_dir: PathBuf, options: RemoteOptions) -> Result<Self> {
-        let remote = Arc::new(Remote { kind, cache_dir, options, state: Mutex::default() });
+        Self::start(kind, cache_dir, options, None)
+    }
+
+    /// A device of this kind, in a new process that is one of several ranks.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn of_rank(
+        kind: BackendKind,
+        cache_dir: PathBuf,
+        options: RemoteOptions,
+        rank: Rank,
+    ) -> Result<Self> {
+        Self::start(kind, cache_dir, options, Some(rank))
+    }
+
+    fn start(
+        kind: BackendKind,
+        cache_dir: PathBuf,
+        options: RemoteOptions,
+        rank: Option<Rank>,
+    ) -> Result<Self> {
+        let (running, state) = Default::default();
+        let remote = Arc::new(Remote { kind, cache_dir, options, rank, running, state });
         let (environment, records) = remote.start(&mut remote.state())?;
         Ok(Self { remote, environment, records, multiplies: OnceLock::new() })
     }
 
-    /// The running process.
-    #[cfg(test)]
-    fn process(&self) -> Option<u32> {
-        self.remote.state().process.as_ref().map(Process::id)
+    /// The number of the running process.
+    pub fn process(&self) -> Option<u32> {
+        Some(self.remote.running.load(Ordering::Acquire)).filter(|&id| id != 0)
+    }
+
+    /// A name for a new world of the device's library of collectives.
+    ///
+    /// # Errors
+    /// As [`Backend::name_of_world`].
+    pub fn name_world(&self) -> Result<Vec<u8>> {
+        self.ask(Request::NameWorld, &[]).map(|(_, name)| name)
+    }
+
+    /// Takes a seat in a world: of the library's with this name, or of shared memory without one.
+    ///
+    /// # Errors
+    /// As [`Backend::collectives`].
+    pub fn join(&self, seat: Seat, name: &[u8]) -> Result<()> {
+        self.done(Request::Join(seat), name)
+    }
+
+    /// Takes part in a collective of the world that was joined last.
+    ///
+    /// # Errors
+    /// As [`World::take_part`](super::world::World::take_part).
+    pub fn take_part(&self, call: &Call) -> Result<()> {
+        self.done(Request::TakePart(call.clone()), &[])
     }
 
     fn ask(&self, request: Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>)> {
@@ -167,9 +238,16 @@ impl Remote {
     fn start(&self, state: &mut State) -> Result<(Environment, bool)> {
         let doing = |error| RuntimeError::system("starting a process for the device", error);
         state.started += 1;
-        state.process =
-            Some(Job::new(JOB, ()).and_then(|job| Process::start(job, &[], None)).map_err(doing)?);
-        let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone() };
+        let place =
+            Place { meeting: self.rank.as_ref().and_then(|rank| rank.meeting.descriptor()) };
+        let passed: Vec<i32> = place.meeting.into_iter().collect();
+        let process = Job::new(JOB, place)
+            .and_then(|job| Process::start(job, &passed, None))
+            .map_err(doing)?;
+        self.running.store(process.id(), Ordering::Release);
+        state.process = Some(process);
+        let ordinal = self.rank.as_ref().and_then(|rank| rank.ordinal);
+        let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone(), ordinal };
         let (Answer::Opened { environment, records }, _) = self.ask_running(state, &open, &[])?
         else {
             return Err(unexpected());
@@ -202,12 +280,14 @@ impl Remote {
         let Some(process) = &mut state.process else { return Err(self.gone("it does not run")) };
         let limit = match request {
             Request::Load { .. } => COMPILE_LIMIT.max(self.options.time_limit),
+            // A rank waits for the others that long, and says then who did not come.
+            Request::TakePart(_) => 2 * self.options.time_limit,
             _ => self.options.time_limit,
         };
         match process.ask(request, bytes, limit) {
             Ok((Answer::Failed { failure, lost }, _)) => {
                 if lost {
-                    state.lose();
+                    self.lose(state);
                 }
                 Err(failure.into())
             }
@@ -219,10 +299,16 @@ impl Remote {
                 let late = format!("did not end within {} s", limit.as_secs_f64());
                 let what = process.fate(&error, &late);
                 let error = self.fault(state, request, what);
-                state.lose();
+                self.lose(state);
                 Err(error)
             }
         }
+    }
+
+    /// Marks the process as unusable.
+    fn lose(&self, state: &mut State) {
+        self.running.store(0, Ordering::Release);
+        state.lose();
     }
 
     /// The error for a process that did not answer: the fault of its kernels, if it ran any.
@@ -238,7 +324,9 @@ impl Remote {
                 format!("compiling `{file}`"),
                 io::Error::other(format!("its process {what}")),
             ),
-            (_, true) => self.gone(&format!("it {what}")),
+            (_, true) | (Request::TakePart(_) | Request::Join(_), _) => {
+                self.gone(&format!("it {what}"))
+            }
             _ => {
                 let kernel = kernels.join(", ");
                 RuntimeError::Fault {
@@ -327,6 +415,14 @@ impl Backend for RemoteBackend {
         }
     }
 
+    fn seal(&self, allocation: &Allocation) -> Result<()> {
+        // A GPU cannot, and need not be asked.
+        match self.environment.backend {
+            BackendKind::Emulator => self.done(Request::Seal(*allocation), &[]),
+            _ => Ok(()),
+        }
+    }
+
     fn reserve(
         &self,
         name: &str,
@@ -382,6 +478,10 @@ impl Backend for RemoteBackend {
             // A later process gets the schedule when it starts.
             let _ = self.remote.ask(&mut state, &Request::Schedule { seed }, &[]);
         }
+    }
+
+    fn schedule_seed(&self) -> Option<u64> {
+        self.remote.state().schedule
     }
 
     fn time(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {

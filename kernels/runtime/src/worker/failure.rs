@@ -18,6 +18,7 @@ pub enum Failure {
     Cuda { call: String, name: String, message: String },
     TooLarge { name: String, needed: usize, limit: usize, of: String },
     BackendMissing { backend: String, reason: String },
+    Rank { rank: usize, size: usize, collective: String, what: String },
     System { doing: String, message: String, out_of_memory: bool },
 }
 
@@ -40,6 +41,7 @@ impl From<RuntimeError> for Failure {
             E::BackendMissing { backend, reason } => {
                 Self::BackendMissing { backend: backend.to_owned(), reason }
             }
+            E::Rank { rank, size, collective, what } => Self::Rank { rank, size, collective, what },
             E::System { doing, source } => {
                 let out_of_memory = source.kind() == io::ErrorKind::OutOfMemory;
                 Self::System { doing, message: source.to_string(), out_of_memory }
@@ -75,9 +77,12 @@ impl From<Failure> for RuntimeError {
                 of: known(&of, &["bytes of addresses", "bytes of device memory"]),
             },
             Failure::BackendMissing { backend, reason } => Self::BackendMissing {
-                backend: known(&backend, &["emulator", "external", "cuda"]),
+                backend: known(&backend, &["nccl", "emulator", "external", "cuda"]),
                 reason,
             },
+            Failure::Rank { rank, size, collective, what } => {
+                Self::Rank { rank, size, collective, what }
+            }
             Failure::System { doing, message, out_of_memory } => {
                 let kind =
                     if out_of_memory { io::ErrorKind::OutOfMemory } else { io::ErrorKind::Other };
@@ -125,6 +130,7 @@ mod tests {
                 of: "bytes of device memory",
             },
             RuntimeError::BackendMissing { backend: "cuda", reason: of("r") },
+            RuntimeError::Rank { rank: 1, size: 2, collective: of("barrier"), what: of("w") },
             RuntimeError::system("mapping", io::ErrorKind::OutOfMemory.into()),
         ];
         for error in errors {

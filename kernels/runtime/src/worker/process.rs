@@ -12,11 +12,14 @@ use serde::de::DeserializeOwned;
 
 use super::link::Link;
 use super::program::{DISCONNECTED, Job, Start, VARIABLE};
-use crate::process::{host, this_program};
+use crate::process::{host, this_program, variable};
 use crate::supervisor::Supervised;
 
 /// Time in which an ending worker may exit by itself.
 const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Whether NCCL uses multicast over NVLink.
+const MULTICAST: &str = "NCCL_NVLS_ENABLE";
 
 /// A running worker process. When dropped, it is killed with all processes that it started, and
 /// waited for.
@@ -42,6 +45,11 @@ impl Process {
         };
         let mut command = this_program();
         command.env(VARIABLE, serde_json::to_string(&start)?);
+        // Where a machine lends single GPUs, NCCL hangs in multicast over NVLink: it has to be
+        // asked for.
+        if variable(MULTICAST).is_none() {
+            command.env(MULTICAST, "0");
+        }
         // Output of a kernel is not output of this program.
         let errors = || io::stderr().as_fd().try_clone_to_owned().map(Stdio::from);
         let passed: Vec<i32> = passed.iter().copied().chain([theirs.as_raw_fd()]).collect();
@@ -51,7 +59,6 @@ impl Process {
     }
 
     /// Its number.
-    #[cfg(test)]
     pub fn id(&self) -> u32 {
         self.process.id()
     }
