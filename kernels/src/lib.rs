@@ -12,6 +12,7 @@ pub mod head;
 pub mod implementation;
 pub mod indexer;
 pub mod model;
+pub mod parallel;
 pub mod projections;
 pub mod streams;
 

@@ -123,7 +123,7 @@ impl Call {
             Direction::Forward => self.case.launch(views, &mut run)?,
             Direction::Backward => self.case.launch_backward(views, &mut run)?,
         }
-        Ok(run.finish().0)
+        Ok(run.finish().paths)
     }
 }
 

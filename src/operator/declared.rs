@@ -8,7 +8,10 @@ use std::borrow::Cow;
 
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
-use dsv4_runtime::{Device, DeviceArena, Environment, HostTensor, RuntimeError, TensorView, Views};
+use dsv4_runtime::arena::Violation;
+use dsv4_runtime::{
+    Contract, Device, DeviceArena, Environment, HostTensor, RuntimeError, TensorView, Views,
+};
 use proptest::strategy::BoxedStrategy;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -349,38 +352,43 @@ pub struct Launches<'r> {
     arena: Option<&'r DeviceArena<'r>>,
     paths: Vec<String>,
     frozen: Vec<Frozen>,
+    violations: Vec<Violation>,
+}
+
+/// What launches leave.
+pub(super) struct Launched {
+    /// Paths that ran.
+    pub paths: Vec<String>,
+    /// What was frozen.
+    pub frozen: Vec<Frozen>,
+    /// Forbidden writes in the memory of ranks.
+    pub violations: Vec<Violation>,
 }
 
 impl<'r> Launches<'r> {
     pub(super) fn new(device: &'r Device, arena: &'r DeviceArena<'r>) -> Self {
-        Self { device, arena: Some(arena), paths: Vec::new(), frozen: Vec::new() }
+        Self { arena: Some(arena), ..Self::timed(device) }
     }
 
     /// Launches for timing: nothing is read back, so nothing is frozen.
     pub(super) fn timed(device: &'r Device) -> Self {
-        Self { device, arena: None, paths: Vec::new(), frozen: Vec::new() }
+        let (paths, frozen, violations) = Default::default();
+        Self { device, arena: None, paths, frozen, violations }
     }
 
-    /// The device for an operator that uses only one: that of rank 0.
+    /// The device. Of an operator with ranks it holds the tensors of all of them.
     pub fn device(&self) -> &'r Device {
         self.device
     }
 
-    /// The number of ranks that the launches use.
-    pub fn world_size(&self) -> usize {
-        1
+    /// The contract of the memory that ranks allocate.
+    pub fn contract(&self) -> Contract {
+        self.arena.map_or(Contract::NAN, DeviceArena::contract)
     }
 
-    /// The device of a rank.
-    ///
-    /// # Errors
-    /// A rank that the world does not have.
-    pub fn rank(&self, rank: usize) -> Result<&'r Device, RuntimeError> {
-        if rank < self.world_size() {
-            return Ok(self.device);
-        }
-        let reason = format!("{rank} must be below {}, the number of ranks", self.world_size());
-        Err(RuntimeError::argument("launches", "rank", reason))
+    /// Records forbidden writes that a rank found in its own memory.
+    pub fn found(&mut self, violations: impl IntoIterator<Item = Violation>) {
+        self.violations.extend(violations);
     }
 
     /// Launches, and records the path that ran.
@@ -420,8 +428,7 @@ impl<'r> Launches<'r> {
         Ok(())
     }
 
-    /// Paths that ran, and what was frozen.
-    pub(super) fn finish(self) -> (Vec<String>, Vec<Frozen>) {
-        (self.paths, self.frozen)
+    pub(super) fn finish(self) -> Launched {
+        Launched { paths: self.paths, frozen: self.frozen, violations: self.violations }
     }
 }

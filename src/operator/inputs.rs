@@ -268,8 +268,10 @@ impl Inputs {
                 }
                 self.case.launch_backward(placed.backward_views(), &mut run)?;
             }
-            (paths, frozen) = run.finish();
+            let launched = run.finish();
+            (paths, frozen) = (launched.paths, launched.frozen);
             changed = placed.changed(&frozen)?;
+            changed.extend(launched.violations);
             Ok(())
         })?;
         violations.extend(changed);

@@ -9,5 +9,6 @@ pub mod head;
 pub mod indexer;
 pub mod lists;
 pub mod projections;
+pub mod ranks;
 pub mod registry;
 pub mod streams;

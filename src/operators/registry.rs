@@ -33,6 +33,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::indexer::topk::Topk>(),
     &AnyOperator::of::<super::attention::sparse_attention::SparseAttention>(),
     &AnyOperator::of::<super::attention::attention_output_rotation::AttentionOutputRotation>(),
+    &AnyOperator::of::<super::attention::cp_sparse_attention::CpSparseAttention>(),
     &AnyOperator::of::<super::attention::decode_attention::DecodeAttention>(),
     &AnyOperator::of::<super::attention::attention_combine::AttentionCombine>(),
     &AnyOperator::of::<super::attention::inverse_rope_quantize::InverseRopeQuantize>(),

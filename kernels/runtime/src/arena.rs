@@ -365,6 +365,11 @@ impl<'d> DeviceArena<'d> {
         self.device
     }
 
+    /// The contract.
+    pub fn contract(&self) -> Contract {
+        self.contract
+    }
+
     /// Uploads a dense input.
     ///
     /// # Errors

@@ -18,7 +18,7 @@ use super::recording::RecordingBackend;
 use super::remote::{RemoteBackend, RemoteOptions};
 use super::serial::Serial;
 use super::source::{Module, SourceTree, module};
-use super::tensor::HostTensor;
+use super::tensor::{HostTensor, TensorView};
 use super::tensor_map::{MapWords, TensorMap};
 use super::world::crew::{Means, Ranks, Terms};
 use super::world::{Silent, World};
@@ -382,6 +382,38 @@ impl Device {
     /// Memory, time and copies.
     pub fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// Reads a tensor, densely.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn read(&self, view: &TensorView) -> Result<HostTensor> {
+        let mut bytes = vec![0; view.elements() * view.dtype.size()];
+        let (offsets, piece) = view.pieces();
+        for (offset, part) in offsets.into_iter().zip(bytes.chunks_mut(piece.max(1))) {
+            self.backend.download(view.address + offset as u64, part)?;
+        }
+        Ok(HostTensor { dtype: view.dtype, shape: view.shape.clone(), bytes })
+    }
+
+    /// Writes a tensor of the type and the shape of `view`.
+    ///
+    /// # Errors
+    /// A tensor of another type or shape; errors of the device.
+    pub fn write(&self, view: &TensorView, tensor: &HostTensor) -> Result<()> {
+        if (tensor.dtype, &tensor.shape) != (view.dtype, &view.shape) {
+            let reason = format!(
+                "{tensor:?} in the place of {} {:?} `{}`",
+                view.dtype, view.shape, view.name
+            );
+            return Err(RuntimeError::argument("Device::write", "tensor", reason));
+        }
+        let (offsets, piece) = view.pieces();
+        for (offset, part) in offsets.into_iter().zip(tensor.bytes.chunks(piece.max(1))) {
+            self.backend.upload(view.address + offset as u64, part)?;
+        }
+        Ok(())
     }
 
     /// The library for matrix products, with other kernels than the tree's; `None` where there is

@@ -493,6 +493,20 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     Ok(paths)
 }
 
+/// Rounds fp32 rows `[rows, width]` to bf16 ones, by a kernel of the module for values of `v_dim`.
+pub(crate) fn round_rows(
+    device: &Device,
+    v_dim: usize,
+    source: &TensorView,
+    target: &TensorView,
+) -> Result<()> {
+    let (rows, width) = (target.shape[0], target.shape[1]);
+    let params = CHECK.params().rows("source", source).rows("target", target);
+    let params = params.i64("num_rows", rows)?.i32("width", width)?;
+    let kernel = device.kernel(SUMS_FILE, &sums_defines(v_dim), "sparse_attention_cast")?;
+    kernel.launch_blocks("q", rows.div_ceil(ROWS_PER_BLOCK), &params)
+}
+
 /// One checked call of the backward.
 struct BackwardCall<'a> {
     device: &'a Device,
@@ -574,9 +588,10 @@ impl BackwardCall<'_> {
             Some(chunk) => paths.extend(self.chunks(chunk, &dk_rows, dv_rows.as_ref())?),
         }
         if dk.dtype == DType::Bf16 {
-            self.cast(&dk_rows, dk)?;
+            let v_dim = self.extents.v_dim;
+            round_rows(self.device, v_dim, &dk_rows, dk)?;
             if let (Some(rows), Some(dv)) = (&dv_rows, dv) {
-                self.cast(rows, dv)?;
+                round_rows(self.device, v_dim, rows, dv)?;
             }
             paths.push("sparse_attention_cast".into());
         }
@@ -662,16 +677,6 @@ impl BackwardCall<'_> {
         let params = CHECK.params().rows("target", target).i64("num_rows", target.shape[0])?;
         let params = params.i32("width", target.shape[1])?;
         self.kernel("sparse_attention_zero")?.launch_blocks(
-            "q",
-            target.shape[0].div_ceil(ROWS_PER_BLOCK),
-            &params,
-        )
-    }
-
-    fn cast(&self, source: &TensorView, target: &TensorView) -> Result<()> {
-        let params = CHECK.params().rows("source", source).rows("target", target);
-        let params = params.i64("num_rows", target.shape[0])?.i32("width", target.shape[1])?;
-        self.kernel("sparse_attention_cast")?.launch_blocks(
             "q",
             target.shape[0].div_ceil(ROWS_PER_BLOCK),
             &params,

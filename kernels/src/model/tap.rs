@@ -31,3 +31,18 @@ pub trait Tap {
         run: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()>;
 }
+
+/// Nobody: every launch runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Untapped;
+
+impl Tap for Untapped {
+    fn around(
+        &mut self,
+        _: &Device,
+        _: Site<'_>,
+        run: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        run()
+    }
+}

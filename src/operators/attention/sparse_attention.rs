@@ -124,7 +124,7 @@ impl SparseAttentionCase {
     }
 
     /// What launchers receive in addition to the tensors.
-    fn options(&self, v: &Views) -> Result<launcher::Options, RuntimeError> {
+    pub(crate) fn options(&self, v: &Views) -> Result<launcher::Options, RuntimeError> {
         let options = launcher::Options {
             v_dim: (self.values != Values::Separate).then_some(self.v_dim),
             softmax_scale: self.softmax_scale,
@@ -776,7 +776,7 @@ fn referenced(c: &SparseAttentionCase, tensors: &Tensors) -> Vec<bool> {
 }
 
 /// Sets every key (and value) row that no valid slot references to NaN.
-fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
+pub(crate) fn poison_unreferenced(c: &SparseAttentionCase, tensors: &mut Tensors) {
     let referenced = referenced(c, tensors);
     for (name, width) in [("k", c.head_dim), ("v", c.v_dim)] {
         let Some(bytes) = tensors.bytes_mut(name) else { continue };

@@ -1,0 +1,146 @@
+//! Collectives of a launcher, each seen by a tap, and rows copied to where they belong.
+
+use std::panic::Location;
+
+use dsv4_runtime::world::{Call, Collective};
+use dsv4_runtime::{Device, Result, RuntimeError, TensorView, Views, World};
+
+use super::partition::runs;
+use crate::model::tap::{Site, Tap};
+
+/// A rank that launches, and who sees it.
+pub(super) struct Rank<'a> {
+    pub device: &'a Device,
+    pub world: &'a (dyn World + 'static),
+    pub tap: &'a mut dyn Tap,
+}
+
+impl<'a> Rank<'a> {
+    /// The rank that a device is.
+    ///
+    /// # Errors
+    /// A device that is alone.
+    pub fn of(operator: &'static str, device: &'a Device, tap: &'a mut dyn Tap) -> Result<Self> {
+        let alone = || RuntimeError::argument(operator, "device", "it is no rank of a world");
+        Ok(Self { device, world: device.world().ok_or_else(alone)?, tap })
+    }
+
+    /// Runs `launch`, seen as a launch of `operator`.
+    pub fn launch<T>(
+        &mut self,
+        operator: &'static str,
+        name: &str,
+        views: &Views,
+        launch: impl Fn(&Device) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let (device, mut done) = (self.device, None);
+        self.tap.around(device, Site { operator, name, layer: None, views }, &mut || {
+            done = Some(launch(device)?);
+            Ok(())
+        })?;
+        Ok(done)
+    }
+
+    /// The sources of all ranks, one behind the other by rank.
+    #[track_caller]
+    pub fn all_gather(
+        &mut self,
+        name: &str,
+        source: &TensorView,
+        target: &TensorView,
+    ) -> Result<()> {
+        let (world, place) = (self.world, Location::caller());
+        let views = Views::from([("source", source), ("target", target)]);
+        self.launch("all_gather", name, &views, |_| {
+            at(place, world, &|world| world.all_gather(source, target))
+        })?;
+        Ok(())
+    }
+
+    /// The sum over ranks of this rank's part of their sources.
+    #[track_caller]
+    pub fn reduce_scatter(
+        &mut self,
+        name: &str,
+        source: &TensorView,
+        target: &TensorView,
+    ) -> Result<()> {
+        let (world, place) = (self.world, Location::caller());
+        let views = Views::from([("source", source), ("target", target)]);
+        self.launch("reduce_scatter", name, &views, |_| {
+            at(place, world, &|world| world.reduce_scatter(source, target))
+        })?;
+        Ok(())
+    }
+
+    /// The sum over ranks, in place.
+    #[track_caller]
+    pub fn all_reduce(&mut self, name: &str, buffer: &TensorView) -> Result<()> {
+        let (world, place) = (self.world, Location::caller());
+        self.launch("all_reduce", name, &Views::from([("buffer", buffer)]), |_| {
+            at(place, world, &|world| world.all_reduce(buffer))
+        })?;
+        Ok(())
+    }
+
+    /// Copies rows: row `i` of `target` is row `map[i]` of `source`, where that is not padding. Both
+    /// are dense along their rows.
+    pub fn copy_rows(&self, source: &TensorView, target: &TensorView, map: &[i32]) -> Result<()> {
+        let bytes = |view: &TensorView| view.strides[0] as usize * view.dtype.size();
+        let width = source.shape[1..].iter().product::<usize>() * source.dtype.size();
+        let joined = bytes(source) == width && bytes(target) == width;
+        for [row, from, count] in runs(map) {
+            let pieces = if joined { 1 } else { count };
+            for piece in 0..pieces {
+                let to = target.address + ((row + piece) * bytes(target)) as u64;
+                let from = source.address + ((from + piece) * bytes(source)) as u64;
+                self.device.backend().copy(to, from, width * count / pieces)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The numbers of a dense tensor, on the host.
+    pub fn numbers(&self, view: &TensorView) -> Result<Vec<i32>> {
+        let mut bytes = vec![0; 4 * view.elements()];
+        if !bytes.is_empty() {
+            self.device.backend().download(view.address, &mut bytes)?;
+        }
+        Ok(bytes.as_chunks::<4>().0.iter().map(|&bytes| i32::from_ne_bytes(bytes)).collect())
+    }
+
+    /// Writes numbers to a dense tensor.
+    pub fn write(&self, view: &TensorView, numbers: &[i32]) -> Result<()> {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+        if bytes.is_empty() { Ok(()) } else { self.device.backend().upload(view.address, &bytes) }
+    }
+}
+
+/// Calls a collective as from another place: errors name the launcher's line, not this file.
+fn at(
+    place: &Location<'_>,
+    world: &dyn World,
+    call: &dyn Fn(&dyn World) -> Result<()>,
+) -> Result<()> {
+    struct From<'w> {
+        place: &'w Location<'w>,
+        world: &'w dyn World,
+    }
+    impl World for From<'_> {
+        fn rank(&self) -> usize {
+            self.world.rank()
+        }
+
+        fn size(&self) -> usize {
+            self.world.size()
+        }
+
+        fn take_part(&self, call: &Call) -> Result<()> {
+            let (file, line) = (self.place.file().to_owned(), self.place.line());
+            let collective: Collective = call.collective.clone();
+            let site = dsv4_runtime::world::Site { file, line };
+            self.world.take_part(&Call { collective, site })
+        }
+    }
+    call(&From { place, world })
+}

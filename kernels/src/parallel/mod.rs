@@ -1,0 +1,12 @@
+//! Context parallelism: each rank has some of a batch's tokens (training 10).
+//!
+//! [`partition`] says which. The launchers here run on every rank at the same time, each with the
+//! tensors of its own tokens, and communicate by the device's [`World`](dsv4_runtime::World). They
+//! launch the operators' own kernels: what they add is which rows go where.
+
+pub mod attention;
+mod collectives;
+pub mod partition;
+
+pub use attention::Keys;
+pub use partition::{Partition, Shards};
