@@ -53,6 +53,7 @@ pub fn cases(
         left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
+        ranks: Vec::new(),
     };
     let environment = Environment { backend: BackendKind::External, ..hopper() };
     let named = |case: Case| (case.digest(), case.line());

@@ -23,10 +23,10 @@ pub fn signature(operator: &'static AnyOperator) -> Arc<Signature> {
     known().entry(operator.name()).or_insert(made).clone()
 }
 
-/// Names of all operators.
+/// Names of all operators that are functions of tensors on one device.
 #[pyfunction]
 pub fn operators() -> Vec<&'static str> {
-    registry::names()
+    registry::functions().map(|operator| operator.name()).collect()
 }
 
 /// The arguments and results of an operator, as JSON.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use crate::case::Case;
 use crate::operator::AnyOperator;
 use crate::operator::declaration::{Part, TensorSpec};
-use crate::operators::registry::OPERATORS;
+use crate::operators::registry::functions;
 use dsv4_runtime::DType;
 use serde_json::{Value, json};
 
@@ -107,7 +107,7 @@ impl Signature {
         let templates = templates(operator, &observer);
         let of_this = model(&[operator], &observer);
         static OF_ALL: OnceLock<Vec<Leaves>> = OnceLock::new();
-        let of_all = OF_ALL.get_or_init(|| model(OPERATORS, &observer));
+        let of_all = OF_ALL.get_or_init(|| model(&functions().collect::<Vec<_>>(), &observer));
         let paths: BTreeSet<&String> =
             templates.iter().flat_map(|template| template.leaves.keys()).collect();
         let tensors = templates.iter().flat_map(|template| &template.observed.tensors);

@@ -6,12 +6,13 @@ use anyhow::Result;
 use clap::Args;
 use dsv4_kernels::implementation::Implementation;
 use dsv4_runtime::emulator::usual_compiler;
-use dsv4_runtime::{BackendKind, Device, cuda};
+use dsv4_runtime::world::crew::Means;
+use dsv4_runtime::{BackendKind, Device, RuntimeError, cuda};
 use serde_json::json;
 
 use super::{Exit, cores, output};
 use crate::judge::checks::CheckOptions;
-use crate::operator::Profile;
+use crate::operator::{AnyOperator, Profile};
 use crate::operators::registry;
 use crate::record::words::printable;
 use crate::record::{Origin, Verdict};
@@ -25,12 +26,18 @@ pub struct DoctorArguments {
     json: bool,
 }
 
-/// Reports which backends work here; succeeds when at least one works.
+/// Reports which backends work here, and how ranks communicate; succeeds when at least one backend
+/// works.
 pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
     let cuda = cuda::probe()
         .map_err(|reason| reason.to_string())
         .and_then(|found| try_out(BackendKind::Cuda).map(|tried| format!("{found} {tried}")));
-    let found = [("cuda", cuda), ("emulator", try_out(BackendKind::Emulator))];
+    let mut found = vec![("cuda", cuda), ("emulator", try_out(BackendKind::Emulator))];
+    let works = found.iter().any(|(_, found)| found.is_ok());
+    let kinds = [BackendKind::Cuda, BackendKind::Emulator];
+    if let Some(at) = found.iter().position(|(_, found)| found.is_ok()) {
+        found.push(("ranks", try_ranks(kinds[at])));
+    }
     if arguments.json {
         let of = |(backend, found): &(&str, Result<String, String>)| {
             let (Ok(details) | Err(details)) = found;
@@ -47,7 +54,6 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
             }
         }
     }
-    let works = found.iter().any(|(_, found)| found.is_ok());
     Ok(if works { Exit::Agreed } else { Exit::BackendMissing })
 }
 
@@ -57,8 +63,30 @@ fn try_out(kind: BackendKind) -> Result<String, String> {
     let device =
         Device::open(kind, dsv4_kernels::device_options()).map_err(|error| error.to_string())?;
     let operator = registry::find("rms_norm").map_err(|error| error.to_string())?;
+    compare(operator, &device)?;
+    Ok(works(kind, &device, operator.name()))
+}
+
+/// Runs two ranks on a backend that works, and says how they communicate.
+fn try_ranks(kind: BackendKind) -> Result<String, String> {
+    let words = |error: RuntimeError| error.to_string();
+    let device = Device::open(kind, dsv4_kernels::device_options()).map_err(words)?;
+    let operator = registry::find("cp_sparse_attention").map_err(|error| error.to_string())?;
+    compare(operator, &device)?;
+    let (means, nccl) = (device.means(2).map_err(words)?, cuda::nccl::find());
+    let by = match (means, nccl) {
+        (Some(Means::Nccl), Ok(found)) => format!("by {found}"),
+        (_, Ok(found)) => format!("by shared memory ({found}, needs a GPU for each rank)"),
+        (_, Err(_)) => "by shared memory; NCCL is not found (PARITY_NCCL names it)".into(),
+    };
+    let name = operator.name();
+    Ok(format!("ranks of the {kind} communicate {by}. A case of {name} was run and compared"))
+}
+
+/// Runs the first edge case that has an element, and compares.
+fn compare(operator: &AnyOperator, device: &Device) -> Result<(), String> {
     for case in operator.edge_cases(Profile::Quick) {
-        let record = sweep::run_case(&case, Origin::Given, &device, CheckOptions::of_kernels(0));
+        let record = sweep::run_case(&case, Origin::Given, device, CheckOptions::of_kernels(0));
         if let Some(check) = record.checks.iter().find(|check| check.verdict != Verdict::Pass) {
             return Err(format!(
                 "a case of {} came to this: {} {}: {}",
@@ -66,7 +94,7 @@ fn try_out(kind: BackendKind) -> Result<String, String> {
             ));
         }
         if record.checks.iter().any(|check| check.compared > 0) {
-            return Ok(works(kind, &device, &case.operator));
+            return Ok(());
         }
     }
     Err(format!("no case of {} compares anything", operator.name()))

@@ -22,6 +22,9 @@ use crate::sweep::SweepOptions;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::session::{Runners, Session, Started, SweepRequest};
 
+/// The most ranks of a case.
+const MOST_RANKS: i64 = crate::operators::ranks::MOST_RANKS as i64;
+
 /// Options of `parity run`.
 #[derive(Debug, Args)]
 pub struct RunArguments {
@@ -33,6 +36,13 @@ pub struct RunArguments {
     /// Make only this check, without the oracle: rows in other batches, bit for bit
     #[arg(long, value_enum, value_name = "CHECK")]
     pub(super) only: Option<Only>,
+    /// Numbers of ranks, comma-separated, of the operators that several ranks compute [default: those
+    /// of each case]
+    ///
+    /// Ranks are processes. They communicate by NCCL where each has a GPU of its own, otherwise by
+    /// shared memory; PARITY_WORLD (nccl, shared) demands one.
+    #[arg(long, value_name = "N,M", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=MOST_RANKS))]
+    pub(super) ranks: Vec<u16>,
     /// Random schedules to run each case under on the emulator, 0 for none [default: the profile's]
     ///
     /// The deterministic schedule always runs.
@@ -257,6 +267,7 @@ fn sweep_options(arguments: &RunArguments, device: &Device) -> SweepOptions {
     let only_batches = arguments.only.is_some();
     let checks = CheckOptions { only_batches, ..CheckOptions::everything(schedules) };
     SweepOptions {
+        ranks: arguments.ranks.iter().map(|&ranks| ranks.into()).collect(),
         // A shard that saved cases would change the plan of shards that start later: the merge
         // saves them.
         remember: arguments.shard.is_none(),

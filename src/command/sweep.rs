@@ -72,6 +72,7 @@ impl SweepArguments {
             left_out: LeftOut::default(),
             time_budget: None,
             deadline: None,
+            ranks: Vec::new(),
         }
     }
 }

@@ -245,7 +245,9 @@ fn shard_arguments(
     backend: BackendKind,
     dir: &Path,
 ) -> Vec<OsString> {
-    let RunArguments { ops, sweep, only, schedules, regressions, costs, device, .. } = arguments;
+    let RunArguments { ops, sweep, only, ranks, schedules, regressions, costs, .. } = arguments;
+    let (device, ranks): (_, Vec<String>) =
+        (&arguments.device, ranks.iter().map(u16::to_string).collect());
     let text = |text: String| Some(OsString::from(text));
     let path = |path: &Option<PathBuf>| path.as_ref().map(|path| path.clone().into_os_string());
     let valued = [
@@ -255,6 +257,7 @@ fn shard_arguments(
         ("--edge-cases", sweep.edge_cases.and_then(|number| text(number.to_string()))),
         ("--only", only.and_then(|Only::BatchInvariance| text("batch_invariance".to_owned()))),
         ("--seed", text(sweep.seed.number().to_string())),
+        ("--ranks", (!ranks.is_empty()).then(|| ranks.join(",").into())),
         ("--schedules", schedules.and_then(|number| text(number.to_string()))),
         ("--regressions", path(regressions)),
         ("--costs", path(costs)),

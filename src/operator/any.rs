@@ -60,6 +60,7 @@ pub(super) trait Declaration: Send + Sync {
     fn about(&self) -> &'static About;
     fn golden_kinds(&self) -> &'static [&'static str];
     fn chain(&self) -> &'static [&'static str];
+    fn has_ranks(&self) -> bool;
     fn sum_lanes(&self) -> usize;
     fn not_expressible(&self) -> &'static [(&'static str, &'static str)];
     /// Keeps fields that the operator does not know; the caller handles them.
@@ -144,6 +145,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn chain(&self) -> &'static [&'static str] {
         K::CHAIN
+    }
+
+    fn has_ranks(&self) -> bool {
+        K::RANKS
     }
 
     fn sum_lanes(&self) -> usize {
@@ -335,6 +340,11 @@ impl AnyOperator {
     /// The operators whose launches it composes, where it has no kernel of its own.
     pub fn chain(&self) -> &'static [&'static str] {
         self.0.chain()
+    }
+
+    /// Whether several ranks compute it, each in a process of its own.
+    pub fn has_ranks(&self) -> bool {
+        self.0.has_ranks()
     }
 
     /// Draws cases; shrinks towards the smallest.

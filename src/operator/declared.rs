@@ -127,6 +127,10 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// names.
     const CHAIN: &'static [&'static str] = &[];
 
+    /// Whether several ranks compute it, each in a process of its own. Then it is no function of a
+    /// caller's tensors on one device.
+    const RANKS: bool = false;
+
     /// The least number of lanes in which its kernels add the values of a row. The lanes are added
     /// as a tree ([`dsv4_reference::precision`]). 1 declares nothing.
     const SUM_LANES: usize = 1;

@@ -113,6 +113,12 @@ pub(crate) enum Part {
     Written(DType, Vec<usize>),
 }
 
+/// A tensor that a rank writes: as that of all tokens, with this many rows.
+pub(crate) fn of_rows(view: &TensorView, rows: usize) -> Part {
+    let shape = [rows].into_iter().chain(view.shape[1..].iter().copied());
+    Part::Written(view.dtype, shape.collect())
+}
+
 /// What a rank did: the paths that ran, forbidden writes, and what it wrote.
 type Done = (Vec<String>, Vec<Violation>, BTreeMap<&'static str, HostTensor>);
 
@@ -165,11 +171,11 @@ impl<'r, 'd> Ranks<'r, 'd> {
     }
 
     /// Runs `launch` on every rank, with the tensors that `parts` makes of each and a workspace of
-    /// `workspace` bytes. Returns what they wrote.
+    /// `workspace` bytes, which may depend on the rank. Returns what they wrote.
     pub fn launch<T: Taps>(
         &mut self,
         parts: impl Fn(&Self, usize) -> Result<Vec<(&'static str, Part)>, RuntimeError>,
-        workspace: &(dyn Fn(&Views) -> Result<usize, RuntimeError> + Sync),
+        workspace: &(dyn Fn(&Views, usize) -> Result<usize, RuntimeError> + Sync),
         launch: &Launch<'_>,
     ) -> Result<Written, RuntimeError> {
         let size = self.division.ranks;
@@ -188,7 +194,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
                 };
                 views.put(name, view);
             }
-            let bytes = workspace(&views)?;
+            let bytes = workspace(&views, rank)?;
             views.put("workspace", arena.workspace("workspace", bytes)?);
             let mut paths = Vec::new();
             let violations = arena.run(|device| {

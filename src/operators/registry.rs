@@ -34,6 +34,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::attention::sparse_attention::SparseAttention>(),
     &AnyOperator::of::<super::attention::attention_output_rotation::AttentionOutputRotation>(),
     &AnyOperator::of::<super::attention::cp_sparse_attention::CpSparseAttention>(),
+    &AnyOperator::of::<super::attention::cp_window::CpWindow>(),
     &AnyOperator::of::<super::attention::decode_attention::DecodeAttention>(),
     &AnyOperator::of::<super::attention::attention_combine::AttentionCombine>(),
     &AnyOperator::of::<super::attention::inverse_rope_quantize::InverseRopeQuantize>(),
@@ -62,6 +63,11 @@ pub static OPERATORS: &[&AnyOperator] = &[
 /// Names of all operators.
 pub fn names() -> Vec<&'static str> {
     OPERATORS.iter().map(|operator| operator.name()).collect()
+}
+
+/// The operators that are functions of a caller's tensors on one device.
+pub fn functions() -> impl Iterator<Item = &'static AnyOperator> {
+    OPERATORS.iter().copied().filter(|operator| !operator.has_ranks())
 }
 
 /// The operator called `name`.

@@ -75,6 +75,8 @@ pub struct SweepOptions {
     pub time_budget: Option<Duration>,
     /// When the last optional case may start ([`Profile::time_limit`]).
     pub deadline: Option<Instant>,
+    /// The numbers of ranks that cases may have; empty for those that they have.
+    pub ranks: Vec<usize>,
 }
 
 impl SweepOptions {
@@ -90,10 +92,10 @@ impl SweepOptions {
 
     /// A drawn case with the fields that the condition fixes; every shrunk case keeps them.
     fn steered(&self, tree: Box<dyn ValueTree<Value = Case>>) -> Box<dyn ValueTree<Value = Case>> {
-        match self.condition.clone() {
-            None => tree,
-            Some(condition) => Box::new(Steered { tree, condition }),
+        if self.condition.is_none() && self.ranks.is_empty() {
+            return tree;
         }
+        Box::new(Steered { tree, condition: self.condition.clone(), ranks: self.ranks.clone() })
     }
 
     /// The most draws to find `wanted` cases that the sweep takes.
@@ -140,17 +142,35 @@ fn is_hostile(name: &str, value: &Value) -> bool {
     }
 }
 
-/// The cases of a strategy with the fields that a condition fixes.
+/// A case with one of these numbers of ranks, if it has ranks and any are given: its own, or one that
+/// its own chooses.
+fn on_ranks(mut case: Case, ranks: &[usize]) -> Case {
+    if let Some(field) = case.fields.get_mut("ranks")
+        && let Some(own) = field.as_u64()
+        && !ranks.is_empty()
+        && !ranks.iter().any(|&ranks| ranks as u64 == own)
+    {
+        *field = ranks[own as usize % ranks.len()].into();
+    }
+    case
+}
+
+/// The cases of a strategy with the fields that a condition fixes, and with these ranks.
 struct Steered {
     tree: Box<dyn ValueTree<Value = Case>>,
-    condition: Condition,
+    condition: Option<Condition>,
+    ranks: Vec<usize>,
 }
 
 impl ValueTree for Steered {
     type Value = Case;
 
     fn current(&self) -> Case {
-        self.condition.steered(self.tree.current())
+        let case = on_ranks(self.tree.current(), &self.ranks);
+        match &self.condition {
+            Some(condition) => condition.steered(case),
+            None => case,
+        }
     }
 
     fn simplify(&mut self) -> bool {
@@ -278,6 +298,9 @@ pub fn plan(
     };
     let strategy = operator.strategy(options.profile);
     let mut runner = runner(options.seed, name);
+    for planned in &mut planned {
+        planned.case = on_ranks(planned.case.clone(), &options.ranks);
+    }
     retain_matching(&mut planned, options, &mut skips)?;
     let wanted = options.cases.unwrap_or_else(|| operator.default_cases(options.profile));
     let (before, most) = (planned.len(), options.most_tries(wanted));

@@ -91,6 +91,7 @@ fn measured(operator: &'static AnyOperator) -> anyhow::Result<(Vec<KernelCoverag
         left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
+        ranks: Vec::new(),
     };
     let (planned, _) = sweep::plan(operator, saved, &sweep, open()?.environment())?;
     let cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).collect();

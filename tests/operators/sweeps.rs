@@ -124,6 +124,7 @@ fn run(
         left_out: LeftOut::default(),
         time_budget,
         deadline: None,
+        ranks: Vec::new(),
     };
     shared::compiled(operator)?;
     let mut collected = Collected::default();

@@ -387,6 +387,7 @@ fn a_machine_of_8_gibibytes_leaves_out_no_case_of_a_sweep_of_the_emulator() {
                     remember: false,
                     time_budget: None,
                     deadline: None,
+                    ranks: Vec::new(),
                     condition: None,
                     left_out: LeftOut::default(),
                 };

@@ -24,7 +24,8 @@ fn given(name: &str, dtype: DType, shape: &[usize]) -> Given {
 fn the_cases_of_every_operator_are_found_again_from_their_tensors_and_options() {
     let all = std::env::var("PARITY_TESTS").is_ok_and(|extent| extent == "all");
     let most = if all { usize::MAX } else { CASES };
-    let wrong: Vec<String> = registry::OPERATORS
+    let wrong: Vec<String> = registry::functions()
+        .collect::<Vec<_>>()
         .par_iter()
         .flat_map_iter(|operator| {
             let signature = Signature::of(operator);

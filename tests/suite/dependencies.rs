@@ -430,7 +430,8 @@ fn assert_chain(operator: &AnyOperator, record: &OperatorRecord, root: Option<&P
         (&joined(|r| &r.kernel_file), &joined(|r| &r.oracle_file))
     );
     assert!(
-        of.len() > 1 && of.iter().all(|record| !record.kernel_file.contains(',')),
+        (of.len() > 1 || operator.has_ranks())
+            && of.iter().all(|record| !record.kernel_file.contains(',')),
         "{}",
         record.name
     );

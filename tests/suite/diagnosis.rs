@@ -108,6 +108,7 @@ fn cases_of(operator: &AnyOperator, device: &Device) -> Vec<Case> {
         left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
+        ranks: Vec::new(),
     };
     let (planned, _) =
         sweep::plan(operator, Vec::new(), &options, device.environment()).expect("cases");

@@ -37,6 +37,7 @@ mod output;
 mod paths;
 mod prefixes;
 mod races;
+mod ranks;
 mod readme;
 mod sampler;
 mod scenario;

@@ -50,6 +50,7 @@ fn options(cases: usize, seed: u64, checks: CheckOptions) -> SweepOptions {
         left_out: LeftOut::default(),
         time_budget: None,
         deadline: None,
+        ranks: Vec::new(),
     }
 }
 

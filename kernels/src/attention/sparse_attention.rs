@@ -493,6 +493,76 @@ pub fn backward(device: &Device, views: &Views, options: Options) -> Result<Vec<
     Ok(paths)
 }
 
+/// Adds the rows of entries to the rows of their keys. `index` is that of the entries by key: counts,
+/// ends and ordered entries. `entries` are the entries and the blocks of heads of each.
+fn sum_rows(
+    kernel: impl Fn(&str) -> Result<Kernel>,
+    rows: &TensorView,
+    [counts, ends, ordered]: [DeviceAddress; 3],
+    [entries, head_blocks]: [usize; 2],
+    target: &TensorView,
+) -> Result<String> {
+    let (num_keys, width) = (target.shape[0], target.shape[1]);
+    let name = "sparse_attention_sum";
+    let params = CHECK.params().ptr("rows", rows).ptr("counts", counts).ptr("ends", ends);
+    let params = params.ptr("ordered", ordered).rows("target", target);
+    let params = params.i64("num_entries", entries)?.i32("head_blocks", head_blocks)?;
+    let params = params.i32("num_keys", num_keys)?.i32("width", width)?;
+    let blocks = (num_keys * width.div_ceil(SUM_COLUMNS)).div_ceil(ROWS_PER_BLOCK);
+    kernel(name)?.launch_blocks("q", blocks, &params)?;
+    Ok(name.into())
+}
+
+/// Adds fp32 rows to rows of a tensor, by a list, in the order of the list.
+pub(crate) struct RowSums {
+    /// Scratch memory of [`Self::words`] words, 16-byte aligned.
+    pub address: u64,
+    /// The values' width of the module whose kernels add.
+    pub v_dim: usize,
+}
+
+impl RowSums {
+    /// Offsets of the parts of the scratch memory (counts, ends, entries, ordered), and its bytes.
+    fn parts(count: usize, num_keys: usize) -> ([usize; 4], usize) {
+        let mut parts = Parts::default();
+        let counts = parts.words(&[Chunk::count_rows(num_keys), COUNTS_PER_ROW]);
+        let offsets =
+            [counts, parts.words(&[num_keys]), parts.words(&[count]), parts.words(&[count])];
+        (offsets, parts.bytes)
+    }
+
+    /// Words of scratch memory for `count` rows that are added to some of `num_keys`.
+    pub fn words(count: usize, num_keys: usize) -> usize {
+        Self::parts(count, num_keys).1 / 4
+    }
+
+    /// Adds row `i` of `rows` `[count, width]` to row `keys[i]` of `target` `[num_keys, width]`.
+    /// `keys` is `[count, 1]`. Returns the kernels that ran.
+    pub fn add(
+        &self,
+        device: &Device,
+        rows: &TensorView,
+        keys: &TensorView,
+        target: &TensorView,
+    ) -> Result<Vec<String>> {
+        let (count, num_keys) = (rows.shape[0], target.shape[0]);
+        let ([counts, ends, entries, ordered], _) = Self::parts(count, num_keys);
+        let at = |part: usize| DeviceAddress(self.address + part as u64);
+        device.backend().fill(at(counts).0, 0, ends - counts)?;
+        let kernel = |name: &str| device.kernel(SUMS_FILE, &sums_defines(self.v_dim), name);
+        let index = KeyIndex {
+            counts: at(counts),
+            ends: at(ends),
+            entries: at(entries),
+            ordered: at(ordered),
+        };
+        let ran = index.launch(CHECK, kernel, [Some(keys), None], [count, 1, num_keys])?;
+        let index = [counts, ends, ordered].map(at);
+        let sum = sum_rows(kernel, rows, index, [count, 1], target)?;
+        Ok(ran.iter().map(|&name| name.to_owned()).chain([sum]).collect())
+    }
+}
+
 /// Rounds fp32 rows `[rows, width]` to bf16 ones, by a kernel of the module for values of `v_dim`.
 pub(crate) fn round_rows(
     device: &Device,
@@ -648,21 +718,9 @@ impl BackwardCall<'_> {
         rows: &TensorView,
         target: &TensorView,
     ) -> Result<String> {
-        let Extents { num_keys, topk, .. } = self.extents;
-        let width = target.shape[1];
-        let name = "sparse_attention_sum";
-        let params = CHECK.params().ptr("rows", rows).ptr("counts", self.address(chunk.counts));
-        let params = params
-            .ptr("ends", self.address(chunk.ends))
-            .ptr("ordered", self.address(chunk.ordered));
-        let params = params.rows("target", target).i64("num_entries", tokens * topk)?;
-        let params = params
-            .i32("head_blocks", chunk.head_blocks)?
-            .i32("num_keys", num_keys)?
-            .i32("width", width)?;
-        let blocks = (num_keys * width.div_ceil(SUM_COLUMNS)).div_ceil(ROWS_PER_BLOCK);
-        self.kernel(name)?.launch_blocks("q", blocks, &params)?;
-        Ok(name.into())
+        let index = [chunk.counts, chunk.ends, chunk.ordered].map(|part| self.address(part));
+        let entries = [tokens * self.extents.topk, chunk.head_blocks];
+        sum_rows(|name| self.kernel(name), rows, index, entries, target)
     }
 
     /// The gradient itself where it is f32, otherwise dense scratch rows.

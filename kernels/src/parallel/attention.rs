@@ -255,7 +255,7 @@ pub fn backward(
     let slots = call.gather(&mut rank)?;
     let attended = call.attended(&rank, &slots)?;
     let mut ran = call.gradients(&mut rank, attended)?;
-    call.scatter(&mut rank, &slots)?;
+    ran.extend(call.scatter(&mut rank, &slots)?);
     ran.extend(["all_gather".into(), "reduce_scatter".into()]);
     if let Some(dsink) = views.get("dsink") {
         rank.all_reduce("dsink", dsink)?;
@@ -394,8 +394,9 @@ impl<'a> Parallel<'a> {
         self.scratch(name, offset, DType::F32, &[rows, width])
     }
 
-    /// Sums dK and dV over ranks, and writes the rows of this rank.
-    fn scatter(&self, rank: &mut Rank<'_>, slots: &Slots) -> Result<()> {
+    /// Sums dK and dV over ranks, and writes the rows of this rank. Returns the kernel that rounded
+    /// them, where they are rounded.
+    fn scatter(&self, rank: &mut Rank<'_>, slots: &Slots) -> Result<Option<String>> {
         let Extents { rows, head_dim, v_dim, keys, .. } = self.extents;
         let parts = &self.workspace;
         let all = self.rows_of("dkv", parts.dkv, self.extents.attended());
@@ -412,7 +413,7 @@ impl<'a> Parallel<'a> {
         };
         let reduced = self.rows_of("dkv", parts.reduced, rows);
         rank.reduce_scatter("dkv", &all, &reduced)?;
-        let own = [("dk", 0, head_dim), ("dv", head_dim, v_dim)];
+        let (own, mut ran) = ([("dk", 0, head_dim), ("dv", head_dim, v_dim)], None);
         for (name, from, width) in own {
             let Some(target) = self.views.get(name) else { continue };
             let source = reduced.narrow(1, from, width)?;
@@ -424,9 +425,10 @@ impl<'a> Parallel<'a> {
                 _ => {
                     let v_dim = self.options.attention.v_dim.unwrap_or(v_dim);
                     sparse_attention::round_rows(rank.device, v_dim, &source, target)?;
+                    ran = Some("sparse_attention_cast".into());
                 }
             }
         }
-        Ok(())
+        Ok(ran)
     }
 }

@@ -83,6 +83,29 @@ impl<'a> Rank<'a> {
         Ok(())
     }
 
+    /// Sends tensors to other ranks and receives some.
+    #[track_caller]
+    pub fn exchange(
+        &mut self,
+        name: &str,
+        sends: &[(usize, TensorView)],
+        receives: &[(usize, TensorView)],
+    ) -> Result<()> {
+        let (world, place) = (self.world, Location::caller());
+        // A tap sees the first of each: halos of more than one rank are rare.
+        let first = |all: &[(usize, TensorView)]| all.first().map(|(_, view)| view.clone());
+        let mut views = Views::new();
+        for (name, view) in [("source", first(sends)), ("target", first(receives))] {
+            if let Some(view) = view {
+                views.put(name, view);
+            }
+        }
+        self.launch("exchange", name, &views, |_| {
+            at(place, world, &|world| world.exchange(sends, receives))
+        })?;
+        Ok(())
+    }
+
     /// Copies rows: row `i` of `target` is row `map[i]` of `source`, where that is not padding. Both
     /// are dense along their rows.
     pub fn copy_rows(&self, source: &TensorView, target: &TensorView, map: &[i32]) -> Result<()> {

@@ -6,7 +6,10 @@
 
 pub mod attention;
 mod collectives;
+pub mod halo;
 pub mod partition;
+pub mod window;
 
 pub use attention::Keys;
+pub use halo::Halos;
 pub use partition::{Partition, Shards};

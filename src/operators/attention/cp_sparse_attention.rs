@@ -12,7 +12,7 @@ use crate::operators::attention::sparse_attention::{
     self, KeyGradients, SparseAttention, SparseAttentionCase, Values,
 };
 use crate::operators::lists::{IndexClass, Lengths};
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps};
+use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps, of_rows};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpSparseAttention<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -222,12 +222,6 @@ fn given(
     Ok(parts)
 }
 
-/// A tensor that a rank writes: as that of all tokens, with this many rows.
-fn of_rows(view: &dsv4_runtime::TensorView, rows: usize) -> Part {
-    let shape = [rows].into_iter().chain(view.shape[1..].iter().copied());
-    Part::Written(view.dtype, shape.collect())
-}
-
 impl<T: Taps> Operator for CpSparseAttention<T> {
     type Case = CpSparseAttentionCase;
     const SUM_LANES: usize = 4;
@@ -243,6 +237,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
     };
 
     const CHAIN: &'static [&'static str] = &["sparse_attention"];
+    const RANKS: bool = true;
 
     fn tensors(c: &CpSparseAttentionCase) -> Specs {
         SparseAttention::tensors(&c.attention())
@@ -423,7 +418,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
             let written = written.iter().map(|(name, view)| (name, of_rows(view, tokens)));
             Ok(given(ranks, v, rank)?.into_iter().chain(written).collect())
         };
-        let written = ranks.launch::<T>(parts, &|v| workspace(c, v), &|device, v, tap| {
+        let written = ranks.launch::<T>(parts, &|v, _| workspace(c, v), &|device, v, tap| {
             launcher::forward(device, v, &c.options(v, false)?, tap)
         })?;
         OUTPUTS.into_iter().try_for_each(|name| ranks.unite(&written, name, &v[name]))
@@ -453,7 +448,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
             }
             Ok(parts)
         };
-        let written = ranks.launch::<T>(parts, &|v| workspace(c, v), &|device, v, tap| {
+        let written = ranks.launch::<T>(parts, &|v, _| workspace(c, v), &|device, v, tap| {
             launcher::backward(device, v, &c.options(v, true)?, tap)
         })?;
         for (name, view) in v.only(&["dq", "dk", "dv"]).iter() {

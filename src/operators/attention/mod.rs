@@ -3,6 +3,7 @@
 pub mod attention_combine;
 pub mod attention_output_rotation;
 pub mod cp_sparse_attention;
+pub mod cp_window;
 pub mod decode_attention;
 pub mod inverse_rope_quantize;
 pub mod sinks;

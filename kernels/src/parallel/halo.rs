@@ -1,0 +1,136 @@
+//! Halos of a contiguous partition: rows of earlier ranks that a rank's first tokens read (training
+//! 10).
+
+use std::ops::Range;
+
+use super::partition::Shards;
+use dsv4_runtime::{Result, RuntimeError};
+
+/// Which rows of earlier ranks each rank reads. A halo ends where a sequence starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Halos {
+    /// The tokens of each rank.
+    own: Vec<Range<usize>>,
+    /// The tokens before them that it reads.
+    halos: Vec<Range<usize>>,
+    /// The first token of the sequence of each token.
+    starts: Vec<usize>,
+}
+
+impl Halos {
+    /// The halos of `reach` tokens of a contiguous partition of packed sequences of these lengths.
+    ///
+    /// # Errors
+    /// A partition whose ranks do not have consecutive tokens; lengths of other tokens.
+    pub fn new(shards: &Shards, lengths: &[usize], reach: usize) -> Result<Self> {
+        let refused =
+            |argument, reason| Err(RuntimeError::argument("Halos::new", argument, reason));
+        let starts: Vec<usize> = lengths
+            .iter()
+            .scan(0, |end, &length| {
+                let start = *end;
+                *end += length;
+                Some((start, length))
+            })
+            .flat_map(|(start, length)| std::iter::repeat_n(start, length))
+            .collect();
+        let (mut own, mut next) = (Vec::new(), 0);
+        for rank in 0..shards.ranks() {
+            let tokens = shards.tokens(rank);
+            let first = next as i32;
+            if !tokens.iter().copied().eq(first..first + tokens.len() as i32) {
+                return refused(
+                    "shards",
+                    format!("rank {rank} has other tokens than those from {next} on"),
+                );
+            }
+            own.push(next..next + tokens.len());
+            next += tokens.len();
+        }
+        if next != starts.len() {
+            return refused("lengths", format!("{} tokens, and ranks have {next}", starts.len()));
+        }
+        let halo = |own: &Range<usize>| match starts.get(own.start) {
+            Some(&start) if !own.is_empty() => {
+                own.start.saturating_sub(reach).max(start)..own.start
+            }
+            _ => own.start..own.start,
+        };
+        let halos = own.iter().map(halo).collect();
+        Ok(Self { own, halos, starts })
+    }
+
+    /// The tokens of a rank.
+    pub fn own(&self, rank: usize) -> Range<usize> {
+        self.own[rank].clone()
+    }
+
+    /// The tokens before them that it reads.
+    pub fn halo(&self, rank: usize) -> Range<usize> {
+        self.halos[rank].clone()
+    }
+
+    /// The first token of a token's sequence.
+    pub fn start_of(&self, token: usize) -> usize {
+        self.starts[token]
+    }
+
+    /// The ranks that have a rank's halo, ascending, and which tokens of it.
+    pub fn receives(&self, rank: usize) -> Vec<(usize, Range<usize>)> {
+        let owners = self.own.iter().enumerate();
+        let parts = owners.map(|(owner, own)| (owner, common(own, &self.halos[rank])));
+        parts.filter(|(_, part)| !part.is_empty()).collect()
+    }
+
+    /// The ranks whose halo has tokens of a rank, ascending, and which.
+    pub fn sends(&self, rank: usize) -> Vec<(usize, Range<usize>)> {
+        let readers = self.halos.iter().enumerate();
+        let parts = readers.map(|(reader, halo)| (reader, common(&self.own[rank], halo)));
+        parts.filter(|(_, part)| !part.is_empty()).collect()
+    }
+}
+
+fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    a.start.max(b.start)..a.end.min(b.end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parallel::Partition;
+
+    fn halos(ranks: usize, lengths: &[usize], reach: usize) -> Halos {
+        let shards = Shards::new(Partition::Contiguous, ranks, lengths).expect("a partition");
+        Halos::new(&shards, lengths, reach).expect("halos")
+    }
+
+    #[test]
+    fn a_halo_has_as_many_tokens_as_are_read_and_ends_where_a_sequence_starts() {
+        let one = halos(3, &[12], 3);
+        assert_eq!([one.halo(0), one.halo(1), one.halo(2)], [0..0, 1..4, 5..8]);
+        assert_eq!(one.receives(2), [(1, 5..8)]);
+        assert_eq!((one.sends(0), one.sends(2)), (vec![(1, 1..4)], vec![]));
+        let packed = halos(3, &[3, 9], 3);
+        assert_eq!([packed.halo(1), packed.halo(2)], [3..4, 5..8]);
+        assert_eq!(halos(2, &[6, 6], 5).halo(1), 6..6);
+    }
+
+    #[test]
+    fn a_halo_longer_than_a_shard_comes_from_several_ranks() {
+        let long = halos(4, &[8], 5);
+        assert_eq!(long.receives(3), [(0, 1..2), (1, 2..4), (2, 4..6)]);
+        assert_eq!(long.sends(0), [(1, 0..2), (2, 0..2), (3, 1..2)]);
+        // The last ranks have no token, and so no halo.
+        let few = halos(4, &[2], 5);
+        assert_eq!((few.receives(2), few.receives(1)), (vec![], vec![(0, 0..1)]));
+    }
+
+    #[test]
+    fn other_partitions_and_other_lengths_are_refused() {
+        let zigzag = Shards::new(Partition::Zigzag, 2, &[8]).expect("a partition");
+        let error = Halos::new(&zigzag, &[8], 3).unwrap_err().to_string();
+        assert!(error.contains("rank 0 has other tokens"), "{error}");
+        let shards = Shards::new(Partition::Contiguous, 2, &[8]).expect("a partition");
+        assert!(Halos::new(&shards, &[7], 3).is_err());
+    }
+}

@@ -1,0 +1,484 @@
+//! Faults in what ranks do together, planted by a tap on every rank: a check must see each. A tap
+//! runs in the place of each launch and each collective. It writes to what it reads or wrote, or
+//! does not run it.
+
+use std::collections::BTreeSet;
+
+use dsv4_kernels::model::tap::{Site, Tap};
+use dsv4_parity::case::Case;
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
+use dsv4_parity::operator::{AnyOperator, Profile};
+use dsv4_parity::operators::attention::cp_sparse_attention::CpSparseAttention;
+use dsv4_parity::operators::attention::cp_window::CpWindow;
+use dsv4_parity::operators::ranks::Taps;
+use dsv4_parity::record::{CaseRecord, Origin};
+use dsv4_parity::report::diagnosis::{self, terminal};
+use dsv4_parity::sweep::regressions::Regressions;
+use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions};
+use dsv4_runtime::{DType, Device, HostTensor, Result, TensorView, World};
+
+use crate::extent::left_out;
+use crate::support::device;
+
+/// Rooms whose changes run the tests of this file.
+const ROOMS: [&str; 3] =
+    ["kernels/src/parallel/", "kernels/runtime/src/world/", "src/operators/ranks.rs"];
+
+/// What a fault is told, and what it knows of its rank.
+struct Seen<'s, 'v> {
+    device: &'s Device,
+    site: Site<'v>,
+    /// The position of each gathered row, once it was gathered.
+    positions: &'s mut Vec<i32>,
+}
+
+impl Seen<'_, '_> {
+    fn world(&self) -> &dyn World {
+        self.device.world().expect("a rank")
+    }
+
+    fn is(&self, operator: &str, name: &str) -> bool {
+        (self.site.operator, self.site.name) == (operator, name)
+    }
+
+    fn attends(&self) -> bool {
+        self.site.operator == "sparse_attention"
+    }
+
+    fn view(&self, name: &str) -> &TensorView {
+        self.site.views.get(name).expect("a tensor")
+    }
+
+    fn numbers(&self, name: &str) -> Vec<i32> {
+        self.device.read(self.view(name)).expect("a tensor").to_i32()
+    }
+
+    /// Replaces a list.
+    fn change(&self, name: &str, change: impl FnOnce(&mut Vec<i32>)) -> Result<()> {
+        let view = self.view(name);
+        let mut numbers = self.numbers(name);
+        change(&mut numbers);
+        self.device.write(view, &HostTensor::from_i32(&view.shape, &numbers))
+    }
+
+    /// Whether lists hold gathered rows.
+    fn is_remapped(&self) -> bool {
+        self.view("k").shape[0] == self.positions.len()
+    }
+
+    /// Hides slots of a query by its local row and the number that its list has.
+    fn hide(&self, hidden: impl Fn(usize, i32) -> bool) -> Result<()> {
+        let topk = self.view("indices").shape[1];
+        self.change("indices", |lists| {
+            for (at, index) in lists.iter_mut().enumerate() {
+                if *index >= 0 && hidden(at / topk, *index) {
+                    *index = -1;
+                }
+            }
+        })
+    }
+
+    /// Replaces V by the first columns of K.
+    fn values_of_keys(&self) -> Result<()> {
+        let Some(v) = self.site.views.get("v") else { return Ok(()) };
+        let first = self.view("k").narrow(1, 0, v.shape[1])?;
+        self.device.write(v, &self.device.read(&first)?)
+    }
+}
+
+type Run<'r> = &'r mut dyn FnMut() -> Result<()>;
+type Fault = fn(&mut Seen<'_, '_>, Run<'_>) -> Result<()>;
+
+struct Planted {
+    fault: Fault,
+    positions: Vec<i32>,
+}
+
+impl Tap for Planted {
+    fn around(&mut self, device: &Device, site: Site<'_>, run: Run<'_>) -> Result<()> {
+        let mut seen = Seen { device, site, positions: &mut self.positions };
+        (self.fault)(&mut seen, run)?;
+        if seen.is("all_gather", "positions") {
+            *seen.positions = device.read(site.views.get("target").expect("rows"))?.to_i32();
+        }
+        Ok(())
+    }
+}
+
+/// Declares a fault, as taps of an operator.
+macro_rules! faults {
+    ($($(#[$doc:meta])* $name:ident = $fault:expr;)*) => {
+        $(
+            $(#[$doc])*
+            struct $name;
+
+            impl Taps for $name {
+                fn tap(_: usize) -> Box<dyn Tap> {
+                    let fault: Fault = $fault;
+                    Box::new(Planted { fault, positions: Vec::new() })
+                }
+            }
+        )*
+    };
+}
+
+faults! {
+    /// No fault: what the others do is what is seen.
+    Nothing = |_, run| run();
+    /// FM-24: gathered rows are taken to be in the order of positions.
+    WrongSlots = |seen, run| {
+        run()?;
+        if seen.is("all_gather", "positions") {
+            let view = seen.view("target");
+            let mut next = 0..;
+            let ascending: Vec<i32> = seen
+                .device
+                .read(view)?
+                .to_i32()
+                .into_iter()
+                .map(|at| if at < 0 { at } else { next.next().unwrap_or(-1) })
+                .collect();
+            return seen.device.write(view, &HostTensor::from_i32(&view.shape, &ascending));
+        }
+        Ok(())
+    };
+    /// FM-24: lists are mapped to gathered rows twice.
+    MappedTwice = |seen, run| {
+        if seen.attends() && seen.is_remapped() {
+            let slot = |index: i32| seen.positions.iter().position(|&at| at == index);
+            seen.change("indices", |lists| {
+                lists.iter_mut().for_each(|index| {
+                    *index = slot(*index).map_or(-1, |slot| slot as i32);
+                });
+            })?;
+        }
+        run()
+    };
+    /// FM-24: lists of positions are used on gathered rows.
+    MappedNever = |seen, run| {
+        if seen.attends() && seen.is_remapped() {
+            let positions = seen.positions.clone();
+            seen.change("indices", |lists| {
+                lists.iter_mut().filter(|index| **index >= 0).for_each(|index| {
+                    *index = positions[*index as usize];
+                });
+            })?;
+        }
+        run()
+    };
+    /// FM-09, FM-27: a query sees keys up to its local row.
+    CausalByLocalRow = |seen, run| {
+        if seen.attends() && !seen.is_remapped() {
+            seen.hide(|row, index| index as usize > row)?;
+        }
+        run()
+    };
+    /// FM-04: the values are the first columns of the keys.
+    ValuesOfKeys = |seen, run| {
+        if seen.attends() {
+            seen.values_of_keys()?;
+        }
+        run()
+    };
+    /// FM-04 and FM-09: the bug that this operator was written for. V is read from K, and causality
+    /// is hard-coded over keys in the order of gathering.
+    Founding = |seen, run| {
+        if seen.attends() {
+            seen.values_of_keys()?;
+            seen.hide(|row, index| index as usize > row)?;
+        }
+        run()
+    };
+    /// FM-25: the scattered sum is reduced once more.
+    ReducedTwice = |seen, run| {
+        run()?;
+        if seen.is("reduce_scatter", "dkv") {
+            return seen.world().all_reduce(seen.view("target"));
+        }
+        Ok(())
+    };
+    /// FM-25: the own slice of dK and dV, without a sum.
+    Sliced = |seen, run| {
+        if !seen.is("reduce_scatter", "dkv") {
+            return run();
+        }
+        let (source, target) = (seen.view("source"), seen.view("target"));
+        let bytes = target.elements() * 4;
+        let own = source.address + (seen.world().rank() * bytes) as u64;
+        seen.device.backend().copy(target.address, own, bytes)
+    };
+    /// FM-179.
+    ReducedInBf16 = |seen, run| {
+        if seen.is("reduce_scatter", "dkv") {
+            let source = seen.view("source");
+            let rounded = seen.device.read(source)?.to_f64();
+            let rounded = HostTensor::from_f64(DType::Bf16, &source.shape, &rounded).to_f64();
+            let rounded = HostTensor::from_f64(DType::F32, &source.shape, &rounded);
+            seen.device.write(source, &rounded)?;
+        }
+        run()
+    };
+    /// FM-180: d_sink of the own queries.
+    SinkNotSummed = |seen, run| if seen.is("all_reduce", "dsink") { Ok(()) } else { run() };
+    /// FM-180: d_sink summed by the operator and once more.
+    SinkSummedTwice = |seen, run| {
+        run()?;
+        if seen.is("all_reduce", "dsink") {
+            return seen.world().all_reduce(seen.view("buffer"));
+        }
+        Ok(())
+    };
+    /// FM-25: the backward has the keys of its own shard alone.
+    BackwardOnTheShard = |seen, run| {
+        if seen.is("sparse_attention", "backward") {
+            let (own, size) = (seen.world().rank(), seen.world().size());
+            let k = seen.view("k");
+            let rows = seen.positions.len() / size;
+            for row in 0..k.shape[0] {
+                let slot = match seen.is_remapped() {
+                    true => Some(row),
+                    false => seen.positions.iter().position(|&at| at as usize == row),
+                };
+                if slot.is_some_and(|slot| slot / rows.max(1) != own) {
+                    let view = k.narrow(0, row, 1)?;
+                    seen.device.backend().fill(view.address, 0, 2 * view.elements())?;
+                }
+            }
+        }
+        run()
+    };
+    /// FM-25: the backward reads what an earlier call left in the place of gathered keys.
+    NotGathered = |seen, run| if seen.is("all_gather", "k") { Ok(()) } else { run() };
+    /// FM-27: a slot without a key becomes a row of padding.
+    PaddingCounted = |seen, run| {
+        if seen.attends()
+            && seen.is_remapped()
+            && let Some(padding) = seen.positions.iter().position(|&at| at < 0)
+        {
+            seen.change("indices", |lists| {
+                lists.iter_mut().filter(|index| **index < 0).for_each(|index| {
+                    *index = padding as i32;
+                });
+            })?;
+        }
+        run()
+    };
+    /// FM-162, FM-178: one rank calls a collective of its own first.
+    AnotherOrder = |seen, run| {
+        if seen.is("all_gather", "k") && seen.world().rank() == 1 {
+            seen.world().barrier()?;
+        }
+        run()
+    };
+    /// FM-181: no halo is exchanged.
+    HaloMissing = |seen, run| if seen.is("exchange", "halo") { Ok(()) } else { run() };
+    /// FM-181: lists of the window are not cut where a sequence starts.
+    AcrossSequences = |seen, run| {
+        if seen.attends() {
+            let (rows, own) = (seen.view("k").shape[0], seen.view("q").shape[0]);
+            let window = seen.view("indices").shape[1];
+            seen.change("indices", |lists| {
+                for (at, index) in lists.iter_mut().enumerate().filter(|(_, index)| **index < 0) {
+                    let last = rows - own + at / window;
+                    let key = (last + at % window + 1).checked_sub(window);
+                    *index = key.map_or(-1, |key| key as i32);
+                }
+            })?;
+        }
+        run()
+    };
+    /// FM-25: gradients of halos are not sent back.
+    HaloGradientDropped = |seen, run| {
+        if !seen.is("exchange", "halo gradient") {
+            return run();
+        }
+        let Some(target) = seen.site.views.get("target") else { return Ok(()) };
+        seen.device.backend().fill(target.address, 0, 4 * target.elements())
+    };
+    /// FM-178: one rank leaves out a collective that the others wait in.
+    Absent = |seen, run| {
+        let leaves = seen.is("all_gather", "k") && seen.world().rank() == 1;
+        if leaves { Ok(()) } else { run() }
+    };
+}
+
+const REMAPPED: &str = r#"{"operator":"cp_sparse_attention","ranks":3,"partition":"zigzag","keys":"remapped","num_sequences":2,"delay_seed":3,"num_tokens":14,"num_heads":4,"head_dim":64,"values":"separate","v_dim":32,"topk":12,"indices":"hostile","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"implementation":"portable","key_gradients":"deterministic","seed":5}"#;
+
+const WINDOW: &str = r#"{"operator":"cp_window","ranks":2,"num_sequences":2,"delay_seed":3,"num_tokens":21,"num_heads":4,"head_dim":64,"window":8,"sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"key_gradients":"deterministic","seed":5}"#;
+
+fn reordered() -> String {
+    REMAPPED.replace("remapped", "reordered")
+}
+
+/// What the checks say of a case with a fault.
+fn judged<T: Taps>(line: &str) -> Outcome {
+    let case = Case::parse(line).expect("a case");
+    let operator = match case.operator.as_str() {
+        "cp_window" => AnyOperator::of::<CpWindow<T>>(),
+        _ => AnyOperator::of::<CpSparseAttention<T>>(),
+    };
+    let prepared = operator.prepare(&case).expect("a case that the operator takes");
+    checks::run_until(&*prepared, device(), CheckOptions::of_kernels(0), |outcome| {
+        outcome.failures().next().is_some()
+    })
+}
+
+/// `check tensor` of everything that did not pass, and what the checks said.
+fn failed(outcome: &Outcome) -> (BTreeSet<String>, String) {
+    let names = outcome.failures().map(|check| format!("{} {}", check.check, check.tensor));
+    let said: Vec<String> = outcome.failures().map(|check| check.message.clone()).collect();
+    (names.map(|name| name.trim_end().to_owned()).collect(), said.join("\n"))
+}
+
+/// The checks that must see a fault, among others.
+fn seen_by<T: Taps>(line: &str, expected: &[&str]) -> String {
+    let (found, said) = failed(&judged::<T>(line));
+    let name = std::any::type_name::<T>();
+    for check in expected {
+        assert!(
+            found.contains(*check),
+            "{name} was to be seen by {check}, was by {found:?}:\n{said}"
+        );
+    }
+    said
+}
+
+#[test]
+fn without_a_fault_a_tap_changes_nothing() {
+    for line in [REMAPPED, &reordered(), WINDOW] {
+        let (found, said) = failed(&judged::<Nothing>(line));
+        assert!(found.is_empty(), "{found:?}\n{said}");
+    }
+}
+
+/// FM-24, FM-27.
+#[test]
+fn wrong_slots_and_lists_of_ranks_are_seen() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    seen_by::<WrongSlots>(REMAPPED, &["forward out", "gradient dk"]);
+    seen_by::<WrongSlots>(&reordered(), &["forward out", "gradient dk"]);
+    seen_by::<MappedTwice>(REMAPPED, &["forward out", "gradient dq"]);
+    seen_by::<MappedNever>(REMAPPED, &["forward out", "gradient dq"]);
+    seen_by::<CausalByLocalRow>(&reordered(), &["forward out", "forward lse"]);
+    seen_by::<PaddingCounted>(REMAPPED, &["forward out"]);
+}
+
+/// FM-25, FM-179, FM-180.
+#[test]
+fn wrong_reductions_over_ranks_are_seen() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    let of_keys = ["gradient dk", "gradient dv"];
+    seen_by::<ReducedTwice>(REMAPPED, &of_keys);
+    seen_by::<Sliced>(REMAPPED, &of_keys);
+    // One rounding more is within the budget of an element, and more than the tensor has.
+    seen_by::<ReducedInBf16>(REMAPPED, &["precision dk", "precision dv"]);
+    seen_by::<BackwardOnTheShard>(&reordered(), &["gradient dq"]);
+    seen_by::<NotGathered>(REMAPPED, &["forward out"]);
+    let said = seen_by::<SinkNotSummed>(REMAPPED, &["launch"]);
+    assert!(said.contains("all_reduce of `dsink`: it has another sum than rank 0"), "{said}");
+    seen_by::<SinkSummedTwice>(REMAPPED, &["gradient dsink"]);
+}
+
+/// FM-25, FM-181.
+#[test]
+fn wrong_halos_are_seen() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    seen_by::<HaloMissing>(WINDOW, &["forward out", "gradient dq"]);
+    seen_by::<AcrossSequences>(WINDOW, &["forward out"]);
+    seen_by::<HaloGradientDropped>(WINDOW, &["gradient dk"]);
+}
+
+/// FM-178.
+#[test]
+fn ranks_that_call_other_collectives_are_named_with_both_places() {
+    let said = seen_by::<AnotherOrder>(REMAPPED, &["launch"]);
+    for part in [
+        "rank 1 of 3, barrier at ",
+        "where rank 0 calls all_gather of ",
+        "ranks.rs:",
+        "attention.rs:",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let said = seen_by::<Absent>(REMAPPED, &["launch"]);
+    assert!(said.contains("it calls this, where rank") && said.contains("all_gather of"), "{said}");
+}
+
+/// The most elements of a case of the sweep, and the most cases.
+const MOST_ELEMENTS: u128 = 1 << 16;
+const MOST_CASES: usize = 44;
+
+/// The records of a sweep of the operator with a fault.
+fn swept<T: Taps>() -> Vec<CaseRecord> {
+    let options = SweepOptions {
+        profile: Profile::Quick,
+        cases: Some(2 * MOST_CASES),
+        edge_cases: GivenCases::All,
+        remembered: GivenCases::All,
+        seed: 3,
+        checks: CheckOptions::of_kernels(0),
+        regressions: Regressions::new("none"),
+        remember: false,
+        condition: None,
+        left_out: LeftOut::default(),
+        time_budget: None,
+        deadline: None,
+        // More of one rank, where the fault may have no effect.
+        ranks: vec![1, 2, 1, 3],
+    };
+    let operator = AnyOperator::of::<CpSparseAttention<T>>();
+    let (planned, _) =
+        sweep::plan(&operator, Vec::new(), &options, device().environment()).expect("cases");
+    let small = |case: &Case| operator.elements(case).is_ok_and(|count| count <= MOST_ELEMENTS);
+    let cases: Vec<Case> = planned.into_iter().map(|planned| planned.case).filter(small).collect();
+    let step = cases.len().div_ceil(MOST_CASES).max(1);
+    cases.into_iter().step_by(step).map(|case| record(&case, judged::<T>(&case.line()))).collect()
+}
+
+/// The record of a case, without laws: those compare with other numbers of ranks, so that no case is
+/// left that passes.
+fn record(case: &Case, mut outcome: Outcome) -> CaseRecord {
+    outcome.checks.retain(|check| !check.check.as_str().starts_with("law: "));
+    CaseRecord {
+        operator: case.operator.clone(),
+        case: serde_json::to_value(case).expect("JSON"),
+        origin: Origin::Drawn,
+        paths: outcome.paths,
+        checks: outcome.checks,
+        kernel_seconds: 0.0,
+        oracle_seconds: 0.0,
+        seconds: None,
+        our_seconds: None,
+        unsupported: None,
+        replay: String::new(),
+        skips: Vec::new(),
+        batches: vec![],
+        plan_number: None,
+        untestable: outcome.untestable,
+    }
+}
+
+/// FM-04, FM-09.
+#[test]
+fn a_sweep_finds_the_attention_that_read_v_from_k_and_was_causal_over_gathered_keys() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    let (found, _) = failed(&judged::<ValuesOfKeys>(REMAPPED));
+    assert!(found.contains("forward out") && !found.contains("forward lse"), "{found:?}");
+    let records = swept::<Founding>();
+    let records: Vec<&CaseRecord> = records.iter().collect();
+    let operator = AnyOperator::of::<CpSparseAttention<Founding>>();
+    let found = diagnosis::diagnose(Some(&operator.describe()), &records).expect("it is found");
+    let said = terminal::headed(std::slice::from_ref(&found));
+    println!("{said}");
+    assert!(found.failing > 3 && found.failing < found.cases, "{said}");
+    // One rank with the values in its keys is right: the condition says so.
+    assert!(said.contains("ranks") && said.contains("forward of out"), "{said}");
+}
