@@ -153,7 +153,7 @@ pub trait LoadedModule: Send + Sync {
     /// Reads what the module exports for `kernel`.
     ///
     /// # Errors
-    /// [`RuntimeError::SymbolMissing`](super::RuntimeError::SymbolMissing).
+    /// [`RuntimeError::SymbolMissing`].
     fn exports(&self, kernel: &str) -> Result<KernelExports>;
 
     /// Enqueues one launch; `params` are the bytes of the parameter struct. On the emulator the
@@ -212,7 +212,7 @@ pub trait Backend: Send + Sync {
     /// Compiles `file` of `tree` (or takes it from the disk cache) and loads it.
     ///
     /// # Errors
-    /// [`RuntimeError::Compile`](super::RuntimeError::Compile) with the compiler's log.
+    /// [`RuntimeError::Compile`] with the compiler's log.
     fn load(
         &self,
         tree: &SourceTree,
@@ -256,7 +256,7 @@ pub trait Backend: Send + Sync {
     /// in errors.
     ///
     /// # Errors
-    /// [`RuntimeError::TooLarge`](super::RuntimeError::TooLarge), and those of
+    /// [`RuntimeError::TooLarge`], and those of
     /// [`Backend::allocate`].
     fn reserve(
         &self,
@@ -344,7 +344,7 @@ pub trait Backend: Send + Sync {
     /// [`Backend::collectives`].
     ///
     /// # Errors
-    /// [`RuntimeError::BackendMissing`](super::RuntimeError::BackendMissing) where there is no such
+    /// [`RuntimeError::BackendMissing`] where there is no such
     /// library.
     fn name_of_world(&self) -> Result<Vec<u8>> {
         Err(no_collectives(self.environment().backend))

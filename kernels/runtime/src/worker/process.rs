@@ -45,7 +45,7 @@ impl Process {
         };
         let mut command = this_program();
         command.env(VARIABLE, serde_json::to_string(&start)?);
-        // Where a machine lends single GPUs, NCCL hangs in multicast over NVLink: it has to be
+        // Not every host lets its GPUs use multicast over NVLink, and NCCL then hangs: it has to be
         // asked for.
         if variable(MULTICAST).is_none() {
             command.env(MULTICAST, "0");

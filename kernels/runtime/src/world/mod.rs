@@ -214,7 +214,7 @@ impl dyn World + '_ {
     /// `[size · n]` elements, fp32, both dense. Shared memory adds in the order of ranks.
     ///
     /// # Errors
-    /// As [`Self::all_gather`]; a type other than fp32.
+    /// As `all_gather`; a type other than fp32.
     #[track_caller]
     pub fn reduce_scatter(&self, source: &TensorView, target: &TensorView) -> Result<()> {
         const NAME: &str = "reduce_scatter";
@@ -227,7 +227,7 @@ impl dyn World + '_ {
     /// ranks.
     ///
     /// # Errors
-    /// As [`Self::reduce_scatter`].
+    /// As `reduce_scatter`.
     #[track_caller]
     pub fn all_reduce(&self, buffer: &TensorView) -> Result<()> {
         let buffer = summed("all_reduce", "buffer", buffer)?;
@@ -239,7 +239,7 @@ impl dyn World + '_ {
     /// tensors for one peer arrive in their order.
     ///
     /// # Errors
-    /// A peer that the world does not have, or this rank itself; as [`Self::all_gather`].
+    /// A peer that the world does not have, or this rank itself; as `all_gather`.
     #[track_caller]
     pub fn exchange(
         &self,
