@@ -50,7 +50,7 @@ struct Shared {
     struct Plan {
         uint8_t q[TILE_BYTES];
         uint8_t keys[2][TILE_BYTES];
-        MEMBER_WHERE(!ROPE_PANEL, uint8_t[2][PANEL_BYTES]) p;
+        [[no_unique_address]] Where<!ROPE_PANEL, uint8_t[2][PANEL_BYTES]> p;
         uint64_t valid[2];       // of each tile: a bit for each slot, set where it is valid
         float maxima[2][HEADS];  // after either tile of a pair
         float sums[2][2][HEADS];  // of this work and of the next, by each warpgroup
@@ -58,7 +58,7 @@ struct Shared {
         // Where each P has its own panel, staging reuses the warp's own rows of P: once the sums
         // are ready no thread reads them, and only this warp writes them. (Another warp of the
         // warpgroup may already write the weights of the next work.)
-        MEMBER_WHERE(ROPE_PANEL, uint8_t[2][4][STAGING_BYTES]) staging;
+        [[no_unique_address]] Where<ROPE_PANEL, uint8_t[2][4][STAGING_BYTES]> staging;
         uint64_t full[2][2];  // mbarriers [tile][part]
         uint64_t empty[2][2];
         uint64_t q_full;

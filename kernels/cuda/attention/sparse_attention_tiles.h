@@ -67,13 +67,13 @@ struct Layout {
     static constexpr int WEIGHT_BYTES = WeightTile::bytes(HEADS_PER_BLOCK);
     struct Plan {
         uint8_t q[KeyTile::bytes(HEADS_PER_BLOCK)];
-        MEMBER_WHERE(BACKWARD, uint8_t[ValueTile::bytes(HEADS_PER_BLOCK)]) dout;
+        [[no_unique_address]] Where<BACKWARD, uint8_t[ValueTile::bytes(HEADS_PER_BLOCK)]> dout;
         uint8_t stages[STAGES][STAGE_BYTES];
         uint8_t p[WEIGHT_BYTES];
-        MEMBER_WHERE(BACKWARD, uint8_t[WEIGHT_BYTES]) ds;
+        [[no_unique_address]] Where<BACKWARD, uint8_t[WEIGHT_BYTES]> ds;
         int32_t rows[STAGES][KEYS];  // key rows of the slots, -1 where invalid
-        MEMBER_WHERE(!BACKWARD, float[KEY_WARPS][HEADS_PER_BLOCK]) partial;  // maxima, later sums
-        MEMBER_WHERE(!BACKWARD, float[HEADS_PER_BLOCK]) factor;
+        [[no_unique_address]] Where<!BACKWARD, float[KEY_WARPS][HEADS_PER_BLOCK]> partial;  // maxima, later sums
+        [[no_unique_address]] Where<!BACKWARD, float[HEADS_PER_BLOCK]> factor;
     };
     static constexpr int Q = OFFSET_OF(Plan, q), DOUT = OFFSET_OF(Plan, dout), STAGE = OFFSET_OF(Plan, stages);
     static constexpr int P = OFFSET_OF(Plan, p), DS = OFFSET_OF(Plan, ds), ROWS = OFFSET_OF(Plan, rows);

@@ -132,10 +132,12 @@ constexpr int blocks_that_fit(int max_threads, int min_blocks) {
 // take them in 32 bits.
 #define OFFSET_OF(Plan, member) static_cast<int>(PARAMS_OFFSET(Plan, member))
 
-// MEMBER_WHERE(present, T) member;
+// A member of a plan that only some of a kernel's variants have:
 //
-// A member of a plan that only some of a kernel's variants have. Where it is absent it takes no
-// bytes, and its offset means nothing. (Empty members of one type would need different addresses.)
+//     [[no_unique_address]] Where<PRESENT, float[8]> member;
+//
+// Where it is absent it takes no bytes, and its offset means nothing. (Empty members of one type
+// would need different addresses.)
 template <typename T>
 struct Absent {};
 template <bool PRESENT, typename T>
@@ -146,7 +148,8 @@ template <typename T>
 struct MemberWhere<false, T> {
     using Type = Absent<T>;
 };
-#define MEMBER_WHERE(present, ...) [[no_unique_address]] typename MemberWhere<(present), __VA_ARGS__>::Type
+template <bool PRESENT, typename T>
+using Where = typename MemberWhere<PRESENT, T>::Type;
 
 // When every block of this launch has called this or ended, the next kernel's blocks may take free
 // slots, where they wait for the end of this launch. For kernels that fill the GPU and are

@@ -47,7 +47,7 @@ struct BlockLayout {
         uint8_t stages[STAGES][STAGE_BYTES];
         uint8_t valid[STAGES][KEYS];  // which slots of a tile count
         float totals[2][WARPS];
-        MEMBER_WHERE(PARTIALS > 0, float[maximum(PARTIALS, 1)][KEYS]) partial;
+        [[no_unique_address]] Where<(PARTIALS > 0), float[maximum(PARTIALS, 1)][KEYS]> partial;
     };
     static constexpr int Q = OFFSET_OF(Plan, q), STAGE = OFFSET_OF(Plan, stages), VALID = OFFSET_OF(Plan, valid);
     static constexpr int TOTALS = OFFSET_OF(Plan, totals), PARTIAL = OFFSET_OF(Plan, partial);
