@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use dsv4_runtime::{DType, Device};
 
-use crate::case::{Case, CaseError};
+use crate::case::CaseError;
 use crate::judge::agreement;
 use crate::judge::budget::Budget;
 use crate::judge::checks::{self, CheckOptions, Outcome};
@@ -186,9 +186,4 @@ fn compare(expected: &ExpectedTensor, exact: &OracleTensor, working: &Budget) ->
         );
     }
     record
-}
-
-/// Parses the replay form of a golden case: `{"operator": …, "golden": FILE}`.
-pub fn golden_file_of(case: &Case) -> Option<&str> {
-    case.fields.get("golden")?.as_str()
 }

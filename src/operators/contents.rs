@@ -101,11 +101,6 @@ impl Groups {
         groups.enumerate().for_each(|(number, group)| self.fill(group, number, draw));
     }
 
-    /// The number of groups that hold every bf16 value.
-    pub fn groups_of_every_number(format: Format, group: usize) -> usize {
-        (2 * (Format::BF16.code(format.largest) as usize + 1)).div_ceil(group - 1)
-    }
-
     /// The largest code, so that the scale is known, and midpoints between adjacent codes.
     fn fill_with_ties(&self, group: &mut [f64], draw: &mut Draw) {
         let format = self.format;
