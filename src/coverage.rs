@@ -14,15 +14,18 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
-use dsv4_runtime::emulator::coverage::{Coverage, Ran};
-use dsv4_runtime::{Contract, Device, SourceTree};
+use dsv4_runtime::emulator::EmulatorOptions;
+use dsv4_runtime::emulator::coverage::{self, Coverage, Ran};
+use dsv4_runtime::{BackendKind, Contract, Device, DeviceOptions, SourceTree};
 use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
 use crate::judge::runner::shows_nothing;
+use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::words;
-use crate::sweep::regressions::fixtures_dir;
+use crate::sweep::regressions::{Regressions, fixtures_dir};
+use crate::sweep::{self, SweepOptions};
 
 /// A line of a kernel source that did not run, or not all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -171,6 +174,68 @@ pub struct Launched {
     pub cases: usize,
     /// The lines of cases that did not, with the reason.
     pub failed: Vec<(String, String)>,
+}
+
+/// The cases of a sweep, and emulators that count lines.
+pub struct Measurement {
+    options: DeviceOptions,
+    /// What the devices count into.
+    counts: tempfile::TempDir,
+    /// The cases.
+    pub cases: Vec<Case>,
+    /// How many planned cases are skipped.
+    pub skipped: u64,
+}
+
+impl Measurement {
+    /// Plans the cases of some operators, the saved ones first, on emulators with the kernels of
+    /// `tree` and that many SMs.
+    ///
+    /// # Errors
+    /// No emulator; saved cases that cannot be read; a case that cannot be planned.
+    pub fn plan(
+        operators: &[&AnyOperator],
+        saved: &Regressions,
+        sweep: &SweepOptions,
+        (tree, sms): (SourceTree, u32),
+    ) -> Result<Self> {
+        let counts = tempfile::tempdir().context("making a folder for the counts")?;
+        let emulator = EmulatorOptions {
+            sms,
+            coverage: Some(counts.path().to_path_buf()),
+            ..EmulatorOptions::default()
+        };
+        let options = DeviceOptions { tree, emulator, ..dsv4_kernels::device_options() };
+        let mut measurement = Self { options, counts, cases: Vec::new(), skipped: 0 };
+        let environment = measurement.open()?.environment().clone();
+        for operator in operators {
+            let saved = saved.load(operator.name())?;
+            let (planned, skips) = sweep::plan(operator, saved, sweep, &environment)?;
+            measurement.cases.extend(planned.into_iter().map(|planned| planned.case));
+            measurement.skipped += skips.iter().map(|skip| skip.count).sum::<u64>();
+        }
+        Ok(measurement)
+    }
+
+    fn open(&self) -> Result<Device> {
+        Ok(Device::open(BackendKind::Emulator, self.options.clone())?)
+    }
+
+    /// Launches each case once, forward and backward, on `devices` devices at a time.
+    ///
+    /// # Errors
+    /// A device that cannot be opened; kernels that cannot be built or run here.
+    pub fn launch(&self, devices: usize, done: &(dyn Fn() + Sync)) -> Result<Launched> {
+        launch(&self.cases, devices, &|| self.open(), done)
+    }
+
+    /// What has run of each kernel so far.
+    ///
+    /// # Errors
+    /// Counts that cannot be read; a reason for a line that does not exist.
+    pub fn kernels(&self, reasons: &Reasons) -> Result<Vec<KernelCoverage>> {
+        of_kernels(&coverage::read(self.counts.path(), None)?, &self.options.tree, reasons)
+    }
 }
 
 /// Launches each case once, forward and backward, on `devices` devices at a time.

@@ -30,12 +30,15 @@ use std::time::Duration;
 
 use dsv4_runtime::supervisor::run_within;
 use dsv4_runtime::{BackendKind, Contract, Device, RuntimeError};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use thiserror::Error;
 
 use self::history::{Commit, Repository};
 use self::judge::{Effort, Judge, Metric, Trial};
 use self::search::{Answer, Turn, first_bad};
 use crate::case::{Case, CaseError};
+use crate::operator::{AnyOperator, Profile};
 use crate::operators::registry;
 
 /// Why a bisection is not possible.
@@ -380,4 +383,27 @@ fn compiler_line(error: &RuntimeError) -> String {
         }
         other => first_line(&other.to_string()),
     }
+}
+
+/// The operator's edge cases, then `count` drawn cases, or as many as profile `quick` draws.
+///
+/// # Errors
+/// A strategy that draws nothing.
+pub fn cases_of(
+    operator: &AnyOperator,
+    count: Option<usize>,
+    seed: u64,
+) -> anyhow::Result<Vec<Case>> {
+    let mut cases = operator.edge_cases(Profile::Quick);
+    let strategy = operator.strategy(Profile::Quick);
+    let digest = blake3::hash(&seed.to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, digest.as_bytes());
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    for _ in 0..count.unwrap_or_else(|| operator.default_cases(Profile::Quick)) {
+        let tree = strategy
+            .new_tree(&mut runner)
+            .map_err(|reason| anyhow::anyhow!("drawing a case: {reason}"))?;
+        cases.push(tree.current());
+    }
+    Ok(cases)
 }

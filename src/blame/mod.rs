@@ -4,6 +4,7 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `calls` | the calls of a run with their tensors, recorded from a model |
+//! | `recorded` | the run of a model whose calls are recorded |
 //! | `cases` | the case of an operator that declares a call's tensors |
 //! | `numbers` | the numbers of a model's calls, which no tensor tells |
 //! | `dump` | calls as files, of this model or of another stack |
@@ -21,5 +22,6 @@ pub mod cases;
 pub mod dump;
 pub mod judge;
 mod numbers;
+pub mod recorded;
 pub mod shadow;
 pub mod summary;

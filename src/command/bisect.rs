@@ -6,8 +6,6 @@ use anyhow::{Context, Result};
 use clap::Args;
 use dsv4_runtime::Device;
 use dsv4_runtime::emulator::SMS;
-use proptest::strategy::{Strategy, ValueTree};
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use serde_json::json;
 
 use super::replay::cases_of;
@@ -15,9 +13,8 @@ use super::{BackendChoice, DeviceArguments, Exit, MemoryArguments, output};
 use crate::bisect::history::{Commit, Repository};
 use crate::bisect::judge::{Effort, Metric, Trial};
 use crate::bisect::search::Answer;
-use crate::bisect::{Bisection, Found, bisect, page};
+use crate::bisect::{self, Bisection, Found, page};
 use crate::case::Case;
-use crate::operator::{AnyOperator, Profile};
 use crate::operators::registry;
 use crate::record::words::printable;
 
@@ -105,7 +102,7 @@ pub fn execute(arguments: &BisectArguments) -> Result<Exit> {
             print_trial(commit, trial);
         }
     };
-    match bisect(&repository, ends, &cases, arguments.metric, effort, &open, &mut told)? {
+    match bisect::bisect(&repository, ends, &cases, arguments.metric, effort, &open, &mut told)? {
         Found::NoDifference(reasons) if arguments.json => {
             output::json(&json!({ "found": false, "reasons": reasons }))?;
             Ok(Exit::Disagreed)
@@ -149,26 +146,10 @@ fn chosen_cases(arguments: &BisectArguments) -> Result<Vec<Case>> {
     match (&arguments.case, &arguments.op) {
         (Some(case), _) => cases_of(case),
         (None, Some(name)) => {
-            cases_of_operator(registry::find(name)?, arguments.cases, arguments.seed)
+            bisect::cases_of(registry::find(name)?, arguments.cases, arguments.seed)
         }
         (None, None) => anyhow::bail!("neither --case nor --op was given"),
     }
-}
-
-/// The operator's edge cases, then drawn cases.
-fn cases_of_operator(operator: &AnyOperator, count: Option<usize>, seed: u64) -> Result<Vec<Case>> {
-    let mut cases = operator.edge_cases(Profile::Quick);
-    let strategy = operator.strategy(Profile::Quick);
-    let digest = blake3::hash(&seed.to_le_bytes());
-    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, digest.as_bytes());
-    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    for _ in 0..count.unwrap_or_else(|| operator.default_cases(Profile::Quick)) {
-        let tree = strategy
-            .new_tree(&mut runner)
-            .map_err(|reason| anyhow::anyhow!("drawing a case: {reason}"))?;
-        cases.push(tree.current());
-    }
-    Ok(cases)
 }
 
 fn print_trial(commit: &Commit, trial: &Trial) {

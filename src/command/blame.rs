@@ -5,12 +5,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::Args;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::{loaded, opened, usual_kernels};
+use super::checkpoint::{loaded, opened};
 use super::{DeviceArguments, Exit, output};
-use crate::blame::calls::{self, Called};
+use crate::blame::recorded::{self, Run};
 use crate::blame::summary::Blame;
 use crate::blame::{dump, judge};
 use crate::report::blame::{page, terminal};
@@ -113,38 +112,14 @@ fn recorded(arguments: &BlameArguments) -> Result<Blame> {
     let checkpoint = Checkpoint::open(folder)?;
     let (device, config) = (opened(&arguments.device, arguments.invariant)?, checkpoint.config());
     let weights = loaded(&device, &checkpoint)?;
-    let tokens = arguments.prompt_tokens.len() + arguments.max_tokens;
-    let limits = Limits {
-        num_pages: tokens.div_ceil(128).max(1),
-        num_sequences: 1,
-        step_tokens: arguments.chunk,
-        num_snapshots: 0,
-        drafts: config.num_mtp_layers > 0 && arguments.chunk > 1,
-    };
-    let mut model = Model::new(&device, config, weights, limits, usual_kernels(&device))?;
-    let (tap, calls) = calls::recorder(config);
-    model.set_tap(Some(tap));
-    run(&mut model, arguments, limits.drafts)?;
-    model.set_tap(None);
-    let calls: Vec<Called> = calls.take();
+    let (max_tokens, chunk) = (arguments.max_tokens, arguments.chunk);
+    let run = Run { prompt: &arguments.prompt_tokens, max_tokens, chunk };
+    let calls = recorded::record(&device, config, weights, run)?;
     if let Some(folder) = &arguments.save {
         dump::write(folder, config, &calls)?;
     }
-    let run = format!("{}, {tokens} tokens", folder.display());
+    let run = format!("{}, {} tokens", folder.display(), run.num_tokens());
     Ok(Blame { run, num_layers: Some(config.layers.len()), findings: judge::all(&calls) })
-}
-
-/// The prompt, tokens after it, and with an MTP module a draft of each.
-fn run(model: &mut Model<'_>, arguments: &BlameArguments, drafts: bool) -> Result<()> {
-    let sequence = model.admit(&arguments.prompt_tokens)?.sequence;
-    let (sampling, mut next) = ([Sampling::GREEDY], arguments.prompt_tokens.clone());
-    for _ in 0..arguments.max_tokens {
-        next = model.sample(&[Chunk { sequence, tokens: &next }], &sampling)?;
-        if drafts {
-            model.draft(&[Chunk { sequence, tokens: &next }], 1, &sampling)?;
-        }
-    }
-    Ok(())
 }
 
 /// Compares two dumps.

@@ -6,12 +6,11 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use dsv4_kernels::cache::cache_layout::LayerKind;
-use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::checkpoint::tensors::{self, LayerId, TensorSpec};
 use dsv4_kernels::model::config::Config;
 use dsv4_kernels::model::weights::Weights;
-use dsv4_runtime::{BackendKind, Device};
+use dsv4_runtime::Device;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use super::{DeviceArguments, Exit, output};
@@ -139,15 +138,6 @@ pub(super) fn loaded<'d>(device: &'d Device, checkpoint: &Checkpoint) -> Result<
 pub(super) fn opened(arguments: &DeviceArguments, invariant: bool) -> Result<Device> {
     let device = arguments.open()?;
     Ok(if invariant { device.invariant() } else { device })
-}
-
-/// The kernels that a model runs there unless others are asked for.
-pub(super) fn usual_kernels(device: &Device) -> Implementation {
-    // The Hopper kernels run on the emulator, too, but slower.
-    match device.environment().backend {
-        BackendKind::Emulator => Implementation::Portable,
-        _ => Implementation::Auto,
-    }
 }
 
 /// A bar of bytes.

@@ -4,16 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use dsv4_runtime::emulator::{EmulatorOptions, coverage as counts};
-use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 
 use super::progress::bar;
 use super::sweep::SweepArguments;
 use super::{BackendChoice, DeviceArguments, Exit, cores, output};
-use crate::coverage::{self, KernelCoverage, Reasons};
+use crate::coverage::{self, KernelCoverage, Measurement, Reasons};
 use crate::judge::checks::CheckOptions;
 use crate::operators::registry;
-use crate::sweep;
 use crate::sweep::regressions::Regressions;
 
 /// Options of `parity coverage`.
@@ -55,33 +52,15 @@ pub fn execute(arguments: &CoverageArguments) -> Result<Exit> {
     let tree = device.tree()?;
     let listed = arguments.reasons.clone().unwrap_or_else(Reasons::default_file);
     let reasons = Reasons::read(&listed, &tree)?;
-    let folder = tempfile::tempdir().context("making a folder for the counts")?;
-    let options = DeviceOptions {
-        tree: tree.clone(),
-        emulator: EmulatorOptions {
-            sms: device.sms,
-            coverage: Some(folder.path().to_path_buf()),
-            ..EmulatorOptions::default()
-        },
-        ..dsv4_kernels::device_options()
-    };
-    let open = || Ok(Device::open(BackendKind::Emulator, options.clone())?);
-    let environment = open()?.environment().clone();
     let sweep = size.options(CheckOptions::everything(0), arguments.regressions.as_deref());
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
-    let saved = Regressions::new(regressions);
-    let (mut cases, mut skipped) = (Vec::new(), 0);
-    for operator in registry::select(ops.as_deref())? {
-        let saved = saved.load(operator.name())?;
-        let (planned, skips) = sweep::plan(operator, saved, &sweep, &environment)?;
-        cases.extend(planned.into_iter().map(|planned| planned.case));
-        skipped += skips.iter().map(|skip| skip.count).sum::<u64>();
-    }
-    let bar = bar(cases.len(), "launching");
+    let (operators, saved) = (registry::select(ops.as_deref())?, Regressions::new(regressions));
+    let measurement = Measurement::plan(&operators, &saved, &sweep, (tree, device.sms))?;
+    let bar = bar(measurement.cases.len(), "launching");
     let devices = arguments.jobs.map_or_else(cores, usize::from);
-    let launched = coverage::launch(&cases, devices, &open, &|| bar.inc(1))?;
+    let launched = measurement.launch(devices, &|| bar.inc(1))?;
     bar.finish_and_clear();
-    let kernels = coverage::of_kernels(&counts::read(folder.path(), None)?, &tree, &reasons)?;
+    let kernels = measurement.kernels(&reasons)?;
     if let Some(file) = &arguments.markdown {
         let page = coverage::markdown(&kernels, launched.cases, &size.seed.command());
         std::fs::write(file, page).with_context(|| format!("writing {}", file.display()))?;
@@ -94,7 +73,7 @@ pub fn execute(arguments: &CoverageArguments) -> Result<Exit> {
     for (case, why) in &launched.failed {
         errln!("{}: {why}\n  {case}", output::bad("did not run"));
     }
-    summarize(arguments, &kernels, launched.cases, skipped)?;
+    summarize(arguments, &kernels, launched.cases, measurement.skipped)?;
     let agreed = launched.failed.is_empty()
         && kernels.iter().all(|kernel| kernel.unexplained().next().is_none());
     Ok(if agreed { Exit::Agreed } else { Exit::Disagreed })

@@ -6,12 +6,13 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use clap::Args;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
+use dsv4_kernels::model::engine::{Limits, Model, Sampling};
 use serde_json::json;
 
-use super::checkpoint::{loaded, opened, usual_kernels};
+use super::checkpoint::{loaded, opened};
 use super::{DeviceArguments, Exit, output};
 use crate::model::reference::{self, Choice};
+use crate::model::text::{self, Length, Text, usual_kernels};
 
 /// Options of `parity generate`.
 #[derive(Debug, Args)]
@@ -96,58 +97,14 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
     let mut model = Model::new(&device, config, weights, limits, usual_kernels(&device))?;
     let start = Instant::now();
     let sampling = Sampling { temperature, top_p, seed };
-    let text = generated(&mut model, arguments, drafts, sampling)?;
-    let seconds = start.elapsed().as_secs_f64();
     let prompt = &arguments.prompt_tokens;
+    let length = Length { max_tokens, drafts, ends: !arguments.ignore_eos, sampling };
+    let text = text::generate(&mut model, prompt, length)?;
+    let seconds = start.elapsed().as_secs_f64();
     let choices = oracle
         .map(|oracle| reference::choices(&oracle, prompt, &text.tokens, sampling))
         .transpose()?;
     show(arguments, &text, choices.as_deref(), seconds)
-}
-
-/// Generated tokens, and how many of the drafts among them were proposed and accepted.
-#[derive(Default)]
-struct Text {
-    tokens: Vec<u32>,
-    proposed: usize,
-    accepted: usize,
-}
-
-/// Generates tokens after the prompt, with at most that many drafts a step.
-fn generated(
-    model: &mut Model<'_>,
-    arguments: &GenerateArguments,
-    drafts: usize,
-    sampling: Sampling,
-) -> Result<Text> {
-    let (prompt, max_tokens) = (&arguments.prompt_tokens, arguments.max_tokens);
-    let eos = (!arguments.ignore_eos).then_some(model.config().eos);
-    let mut text = Text::default();
-    if max_tokens == 0 {
-        return Ok(text);
-    }
-    let sequence = model.admit(prompt)?.sequence;
-    let first = model.sample(&[Chunk { sequence, tokens: prompt }], &[sampling])?[0];
-    text.tokens.push(first);
-    while text.tokens.len() < max_tokens && text.tokens.last().copied() != eos {
-        let mut next: Vec<u32> = text.tokens.last().copied().into_iter().collect();
-        // No token that is not printed needs a position.
-        let count = drafts.min(max_tokens - text.tokens.len() - 1);
-        if count > 0 {
-            let chunk = Chunk { sequence, tokens: &next };
-            let drafted = model.draft(&[chunk], count, &[sampling])?.remove(0);
-            next.extend(drafted);
-        }
-        let chunk = Chunk { sequence, tokens: &next };
-        let mut sampled = model.verify(&[chunk], &[sampling])?.remove(0);
-        text.proposed += count;
-        text.accepted += sampled.len() - 1;
-        if let Some(end) = sampled.iter().position(|&token| Some(token) == eos) {
-            sampled.truncate(end + 1);
-        }
-        text.tokens.extend(sampled);
-    }
-    Ok(text)
 }
 
 fn show(

@@ -3,13 +3,13 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::process::this_program;
-use dsv4_runtime::{BackendKind, Device, DeviceOptions, Environment};
+use dsv4_runtime::{BackendKind, Device, DeviceOptions};
 use indicatif::ProgressBar;
 use serde_json::json;
 
@@ -19,19 +19,18 @@ use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::journal::Journal;
 use crate::mutants::matrix::plan::Choice;
 use crate::mutants::matrix::schedule::Schedule;
-use crate::mutants::matrix::session::{Judged, Options, Session, Shown, joined, with_kernels};
+use crate::mutants::matrix::session::{
+    Judged, Options, Session, Shown, joined, same_kernels, with_kernels,
+};
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial;
 use crate::operator::size;
 use crate::record::words::printable;
-use crate::record::{
-    Check, KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report, Revision,
-    SCHEMA_VERSION,
-};
+use crate::record::{Check, KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report};
 use crate::report::{self, diff};
 use crate::sweep;
 use crate::sweep::regressions::Regressions;
-use crate::sweep::session::revision;
+use crate::sweep::session::{Started, revision};
 
 /// A longer launch on the emulator has hung: the cases take milliseconds.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(10);
@@ -142,8 +141,8 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
 }
 
 fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
-    let (start, started_unix) = (Instant::now(), unix_seconds());
-    let target = arguments.into.as_deref().map(|path| same_kernels(path, &device)).transpose()?;
+    let started = Started::now();
+    let target = arguments.into.as_deref().map(|path| target(path, &device)).transpose()?;
     let shown = Terminal::of(arguments);
     let session = Session::prepare(options(arguments)?, device, &shown)?;
     let failing = session.failing_cases();
@@ -170,8 +169,8 @@ fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
         errln!("not equivalent: {id} is killed by {killers}");
     }
     let passed = judged.false_equivalents.is_empty();
-    let times = (started_unix, start.elapsed().as_secs_f64());
-    let fresh = report_of(arguments, judged, (revision, environment), times);
+    let command = command_line().join(" ");
+    let fresh = judged.report(matrix(arguments), command, (revision, environment), started);
     conclude(arguments, target, fresh, passed)
 }
 
@@ -187,15 +186,8 @@ fn print_table(arguments: &MutantsArguments) -> Result<Exit> {
     } else {
         out!("{}", printable(&report::generated::table(&reports)));
     }
-    let falls_short = reports.iter().any(|report| shortfalls(report).next().is_some());
+    let falls_short = reports.iter().any(|report| Tally::shortfalls(report).next().is_some());
     Ok(if falls_short { Exit::Disagreed } else { Exit::Agreed })
-}
-
-/// Why operators of a report miss the required share.
-fn shortfalls(report: &Report) -> impl Iterator<Item = String> {
-    let (floor, sample) =
-        report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
-    Tally::all(report).into_iter().filter_map(move |tally| tally.shortfall(floor, sample))
 }
 
 /// The totals of the matrix, and the mutants that no check saw.
@@ -222,7 +214,7 @@ fn as_json(report: &Report, path: &Path) -> serde_json::Value {
         "seed": report.seed,
         "operators": Tally::all(report).into_iter().map(operator).collect::<Vec<_>>(),
         "survived": survived.collect::<Vec<_>>(),
-        "shortfalls": shortfalls(report).collect::<Vec<_>>(),
+        "shortfalls": Tally::shortfalls(report).collect::<Vec<_>>(),
     })
 }
 
@@ -298,8 +290,23 @@ fn folder(arguments: &MutantsArguments) -> PathBuf {
     arguments.into.as_deref().map_or_else(|| arguments.out.clone(), folder_of)
 }
 
-fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |passed| passed.as_secs())
+/// What the matrix says of how it was asked for.
+fn matrix(arguments: &MutantsArguments) -> KillMatrixRecord {
+    KillMatrixRecord {
+        floor: arguments.floor,
+        seed: arguments.seed,
+        sample: arguments.sample.map(|sample| sample as u64),
+        schedules: arguments.schedules,
+        all_checks: arguments.all_checks,
+        operators: Vec::new(),
+    }
+}
+
+/// The report of `--into`.
+fn target(path: &Path, device: &Device) -> Result<Report> {
+    let report = diff::read(path)?;
+    same_kernels(&report, &format!("--into {}", path.display()), device)?;
+    Ok(report)
 }
 
 /// Prints the records where ids were given, and which of these did not run.
@@ -311,45 +318,6 @@ fn told_of_each(arguments: &MutantsArguments, judged: &Judged) -> Result<Exit> {
     left_out.iter().for_each(|id| errln!("{id} did not run: {}", printable(&why)));
     let missed = judged.records.iter().any(|record| record.status != MutantStatus::Killed);
     Ok(if missed || !left_out.is_empty() { Exit::Disagreed } else { Exit::Agreed })
-}
-
-fn report_of(
-    arguments: &MutantsArguments,
-    judged: Judged,
-    (revision, environment): (Revision, Environment),
-    (started_unix, seconds): (u64, f64),
-) -> Report {
-    let matrix = KillMatrixRecord {
-        floor: arguments.floor,
-        seed: arguments.seed,
-        sample: arguments.sample.map(|sample| sample as u64),
-        schedules: arguments.schedules,
-        all_checks: arguments.all_checks,
-        operators: judged.counts,
-    };
-    Report {
-        schema_version: SCHEMA_VERSION,
-        command: command_line().join(" "),
-        started_unix,
-        seconds,
-        revision,
-        environment,
-        profile: "mutants".into(),
-        seed: arguments.seed,
-        schedules: arguments.schedules,
-        operators: judged.operators,
-        cases: judged.cases,
-        mutants: judged.records,
-        kill_matrix: Some(matrix),
-        skips: judged.skips,
-        benchmarks: Vec::new(),
-        ceilings: None,
-        unsupported: Vec::new(),
-        unfinished: None,
-        saved: Vec::new(),
-        base: None,
-        shards: Vec::new(),
-    }
 }
 
 /// Writes the report, and says what it holds.
@@ -371,7 +339,7 @@ fn conclude(
     } else {
         summarise(&report, &out);
     }
-    let passed = passed && shortfalls(&report).next().is_none();
+    let passed = passed && Tally::shortfalls(&report).next().is_none();
     Ok(if passed { Exit::Agreed } else { Exit::Disagreed })
 }
 
@@ -419,23 +387,6 @@ impl Shown for Terminal {
             detailln!("{known} of {all} mutants were judged before (--resume)");
         }
     }
-}
-
-/// The report that the matrix joins, if it has the same kernels and backend.
-fn same_kernels(path: &Path, device: &Device) -> Result<Report> {
-    let report = diff::read(path)?;
-    let (theirs, ours) = (&report.revision.kernels_digest, device.tree().digest());
-    if *theirs != ours {
-        bail!(
-            "--into {}: a report of other kernels ({theirs:.12}, not {ours:.12})",
-            path.display()
-        );
-    }
-    let (theirs, ours) = (report.environment.backend, device.environment().backend);
-    if theirs != ours {
-        bail!("--into {}: a report of backend {theirs}, not {ours}", path.display());
-    }
-    Ok(report)
 }
 
 fn folder_of(path: &Path) -> PathBuf {
@@ -501,7 +452,7 @@ fn summarise(report: &Report, out: &Path) {
         report.environment.device,
         report.environment.backend
     );
-    shortfalls(report)
+    Tally::shortfalls(report)
         .for_each(|reason| outln!("{}: {reason}", output::bad("below what is required")));
     detailln!("report: {}", out.join("index.html").display());
 }

@@ -18,9 +18,9 @@ use crate::operators::registry;
 use crate::record::journal::{self, Shard};
 use crate::record::{Report, Skip};
 use crate::report::{self, history};
-use crate::sweep::SweepOptions;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::session::{Runners, Session, Started, SweepRequest};
+use crate::sweep::{self, SweepOptions};
 
 /// The most ranks of a case.
 const MOST_RANKS: i64 = crate::operators::ranks::MOST_RANKS as i64;
@@ -120,7 +120,7 @@ pub fn execute(mut arguments: RunArguments) -> Result<Exit> {
         );
     }
     if is_whole_sweep_on_gpus(&arguments, device.environment()) {
-        arguments.workers = Some(workers::usual(cores(), workers::gpus()?));
+        arguments.workers = Some(sweep::workers::usual(cores(), sweep::workers::gpus()?));
     }
     let arguments = &arguments;
     // Before anything else runs: an input that cannot be parsed must not cost the report of a
@@ -248,7 +248,7 @@ fn finish(report: &mut Report, arguments: &RunArguments, by_workers: bool) -> Re
     report.saved = regressions.saved(&report.cases);
     if by_workers {
         crate::report::write_with_records(report, out).with_context(writing)?;
-        workers::clear(out)?;
+        sweep::workers::clear(out)?;
     } else {
         report::write_all(report, out).with_context(writing)?;
     }

@@ -1,4 +1,5 @@
-//! Whole models: random checkpoints, and the oracle of a model on a device.
+//! Whole models: random checkpoints, the oracle of a model on a device, and texts of a model.
 
 pub mod random;
 pub mod reference;
+pub mod text;

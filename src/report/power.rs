@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::numbers::{aligned, scientific};
-use crate::record::{Check, Power, Report, Seen};
+use crate::bisect::sequential::{lower_bound, upper_bound};
+use crate::power::{Alarms, Verdict};
+use crate::record::{Check, Power, Report, Seen, figures};
 
 /// The power of all verdicts over one tensor of an operator.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +18,27 @@ pub struct TensorPower {
     pub cases: Vec<Power>,
     /// Cases that are no agreement: an error of 10 % would have passed.
     pub powerless: u64,
+}
+
+/// The name of a verdict's tensor in the tables.
+pub fn name_of(verdict: &Verdict) -> String {
+    match verdict.given_what_was_saved {
+        true => given_what_was_saved(&verdict.tensor),
+        false => verdict.tensor.clone(),
+    }
+}
+
+/// The share of correct tensors that are rejected: the 95 % interval of Clopper and Pearson.
+pub fn interval(alarms: &Alarms) -> [f64; 2] {
+    let Alarms { draws, failed, .. } = *alarms;
+    [lower_bound(failed, draws, 0.025), upper_bound(failed, draws, 0.025)]
+}
+
+/// How many correct tensors were rejected, with the interval.
+pub fn alarms(alarms: &Alarms) -> String {
+    let Alarms { draws, failed, .. } = alarms;
+    let [low, high] = interval(alarms).map(|bound| figures::measure(bound, 2));
+    format!("{failed} of {draws} tensors that are right were failed: {low} to {high} (95 %)")
 }
 
 /// A rule and what it sees.

@@ -40,6 +40,7 @@ pub mod regressions;
 pub mod session;
 pub mod shard;
 mod smaller;
+pub mod workers;
 
 /// Time budget of the drawn cases of one operator on the emulator, in tests that every commit runs.
 pub const EMULATOR_BUDGET: Duration = Duration::from_secs(15);

@@ -95,7 +95,7 @@ fn code_of(text: &str) -> String {
 }
 
 /// The rooms of `src`. A room may depend only on rooms before it in this list.
-const ROOMS: [&str; 19] = [
+const ROOMS: [&str; 21] = [
     "specification",
     "case",
     "record",
@@ -104,12 +104,14 @@ const ROOMS: [&str; 19] = [
     "operators",
     "calls",
     "change",
+    "compile",
     "judge",
     "external",
     "blame",
     "sweep",
     "coverage",
     "mutants",
+    "power",
     "bisect",
     "report",
     "command",
@@ -180,6 +182,56 @@ fn arrows_between_the_rooms_of_the_harness_point_one_way() {
 fn an_arrow_is_found_in_every_form() {
     let code = "use crate::case::Case;\nuse crate::{judge, report};\nfn f() -> crate::sweep::Plan { crate::nothing(record) }";
     assert_eq!(named_rooms(code), ["case", "judge", "report", "sweep"]);
+}
+
+/// What only an engine needs: oracles and their verdicts, launches of a case, planted bugs, drawn
+/// cases, threads and processes.
+const OF_ENGINES: [&str; 15] = [
+    "use dsv4_reference",
+    "Contract",
+    "KernelRun",
+    "OracleTensor",
+    "PreparedCase",
+    "Truth",
+    "TestRunner",
+    "TempDir",
+    "tempdir",
+    "par_iter",
+    "thread::spawn",
+    "thread::scope",
+    "process::Child",
+    "set_tap",
+    "with_tree",
+];
+
+/// What a source has of [`OF_ENGINES`].
+fn engine_of(code: &str) -> Vec<&'static str> {
+    let has = |name: &&str| Regex::new(&format!(r"\b{name}\b")).expect("valid").is_match(code);
+    OF_ENGINES.iter().copied().filter(has).collect()
+}
+
+#[test]
+fn files_of_commands_parse_arguments_and_print() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/command");
+    if !root.is_dir() {
+        return eprintln!("skipped: there are no sources on this machine");
+    }
+    let mut found = Vec::new();
+    sources(&root, &mut found);
+    assert!(found.len() > 25, "only {} files were found", found.len());
+    let of_engines = |(file, code): &(String, String)| {
+        let names = engine_of(code);
+        (!names.is_empty()).then(|| format!("{file}: {}", names.join(", ")))
+    };
+    let wrong: Vec<String> = found.iter().filter_map(of_engines).collect();
+    assert!(wrong.is_empty(), "an engine belongs to its room:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn an_engine_in_a_command_is_found() {
+    let code = "fn run(case: &dyn PreparedCase) { case.kernel(device, Contract::NAN) }";
+    assert_eq!(engine_of(code), ["Contract", "PreparedCase"]);
+    assert!(engine_of("/// `Contracts`\nfn print(report: &Report) {}").is_empty());
 }
 
 /// The paths that a source names from `crate`, `super` or `self`, groups in braces taken apart.

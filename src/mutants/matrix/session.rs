@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::{Result, bail};
-use dsv4_runtime::{BackendKind, Device};
+use dsv4_runtime::{BackendKind, Device, Environment};
 
 use super::cases::{self, KnownCase};
 use super::equivalent::Equivalents;
@@ -20,10 +20,11 @@ use crate::mutants::planted::{self, Mutant};
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::{
-    CaseRecord, Check, GeneratedRecord, MutantRecord, MutantStatus, OperatorRecord, Report, Skip,
-    Verdict,
+    CaseRecord, Check, GeneratedRecord, KillMatrixRecord, MutantRecord, MutantStatus,
+    OperatorRecord, Report, Revision, SCHEMA_VERSION, Skip, Verdict,
 };
 use crate::sweep::regressions::{Regressions, fixtures_dir};
+use crate::sweep::session::Started;
 
 /// What the time budget is called where it is reported.
 const OUT_OF_TIME: &str = "the time budget was spent (--time-budget)";
@@ -279,6 +280,55 @@ impl Judged {
         let has = |id: &&String| self.records.iter().all(|record| record.id != **id);
         (only.iter().filter(has).collect(), Vec::from_iter(reasons).join("; "))
     }
+
+    /// The report of a run: `matrix` says how it was asked for, `command` by which line.
+    pub fn report(
+        self,
+        matrix: KillMatrixRecord,
+        command: String,
+        (revision, environment): (Revision, Environment),
+        started: Started,
+    ) -> Report {
+        Report {
+            schema_version: SCHEMA_VERSION,
+            command,
+            started_unix: started.unix,
+            seconds: started.at.elapsed().as_secs_f64(),
+            revision,
+            environment,
+            profile: "mutants".into(),
+            seed: matrix.seed,
+            schedules: matrix.schedules,
+            operators: self.operators,
+            cases: self.cases,
+            mutants: self.records,
+            kill_matrix: Some(KillMatrixRecord { operators: self.counts, ..matrix }),
+            skips: self.skips,
+            benchmarks: Vec::new(),
+            ceilings: None,
+            unsupported: Vec::new(),
+            unfinished: None,
+            saved: Vec::new(),
+            base: None,
+            shards: Vec::new(),
+        }
+    }
+}
+
+/// Whether a report that the matrix is to join, of this name, has a device's kernels and backend.
+///
+/// # Errors
+/// It has others.
+pub fn same_kernels(report: &Report, name: &str, device: &Device) -> Result<()> {
+    let (theirs, ours) = (&report.revision.kernels_digest, device.tree().digest());
+    if *theirs != ours {
+        bail!("{name}: a report of other kernels ({theirs:.12}, not {ours:.12})");
+    }
+    let (theirs, ours) = (report.environment.backend, device.environment().backend);
+    if theirs != ours {
+        bail!("{name}: a report of backend {theirs}, not {ours}");
+    }
+    Ok(())
 }
 
 /// `target` with the mutants of `fresh`, which replace those of the same operators.

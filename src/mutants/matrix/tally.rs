@@ -24,6 +24,13 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// Why operators of a report miss the required share.
+    pub fn shortfalls(report: &Report) -> impl Iterator<Item = String> {
+        let (floor, sample) =
+            report.kill_matrix.as_ref().map_or((0.0, None), |matrix| (matrix.floor, matrix.sample));
+        Self::all(report).into_iter().filter_map(move |tally| tally.shortfall(floor, sample))
+    }
+
     /// Of every operator that has mutants, in the order of the report's operators.
     pub fn all(report: &Report) -> Vec<Self> {
         let entries = report.kill_matrix.iter().flat_map(|matrix| &matrix.operators);
