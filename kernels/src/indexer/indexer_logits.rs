@@ -400,9 +400,15 @@ fn params(
     let q = if paged { CHECK.tokens("q", &views["q"])? } else { views["q"].clone() };
     let (q, keys) = (bytes_of(&q), bytes_of(&views[if paged { "pages" } else { "k" }]));
     let params = call.append(CHECK.params().heads("q", &q), &["q_scale_bytes", "w"]);
-    let params = call.append(params.rows("k", &keys), &["k_scales", "k_scale_bytes"]);
-    let params = call.append(params, &["block_table", "context_lens"]);
-    let params = call.append(params, &["ks", "ke", "cu_q", "cu_k", "q_off", "logits"]);
+    // Each addressing has tensors that the others do not know.
+    let of = |operands, name| views.get(name).filter(|_| operands == options.operands);
+    let params = params.rows("k", &keys).ptr("k_scales", of(Operands::E4m3, "k_scales"));
+    let params = params.ptr("k_scale_bytes", of(Operands::E2m1, "k_scale_bytes"));
+    let params = params.rows("block_table", views.get("block_table"));
+    let params = ["context_lens", "ks", "ke", "cu_q", "cu_k", "q_off"]
+        .iter()
+        .fold(params, |params, name| params.ptr(*name, views.get(name)));
+    let params = call.append(params, &["logits"]);
     let params = params.i32("num_tokens", num_tokens)?.i32("num_heads", num_heads)?;
     let params = params
         .i32("num_keys", num_keys)?
