@@ -34,6 +34,7 @@ use thiserror::Error;
 use crate::case::{Case, CaseError};
 use crate::judge::checks::{self, CheckOptions, Outcome};
 use crate::judge::truths::Truths;
+use crate::operator::benchmarks::Direction;
 use crate::operators::registry;
 use crate::record::{Check, CheckRecord, MutantRecord, MutantSource, MutantStatus, Verdict};
 
@@ -66,6 +67,13 @@ pub struct Mutant {
     pub list: String,
     /// Why a GPU may still compute the right results, if it may: then only the emulator plants it.
     pub hidden_on_gpu: Option<String>,
+    /// The direction whose benchmarks see it when they compare what a timed call wrote.
+    pub timed: Option<Direction>,
+    /// Words of the condition under which it fails: a diagnosis names one of them.
+    #[serde(default)]
+    pub condition: Vec<String>,
+    /// The operator that is to blame where it is planted in a whole model.
+    pub blamed: Option<String>,
 }
 
 /// Why mutants cannot run.
@@ -141,6 +149,10 @@ struct Listed {
     #[serde(default = "forward")]
     expected: Check,
     hidden_on_gpu: Option<String>,
+    timed: Option<Direction>,
+    #[serde(default)]
+    condition: Vec<String>,
+    blamed: Option<String>,
     cases: Vec<String>,
 }
 
@@ -183,6 +195,9 @@ impl MutantFile {
                 cases,
                 list: list.to_owned(),
                 hidden_on_gpu: listed.hidden_on_gpu,
+                timed: listed.timed,
+                condition: listed.condition,
+                blamed: listed.blamed,
             })
         };
         mutants.into_iter().map(mutant).collect()

@@ -15,7 +15,7 @@ use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, V
 use proptest::strategy::{BoxedStrategy, Strategy as _};
 
 use super::batches::{Batches, lot};
-use super::benchmarks::{AnyBenchmark, Timed};
+use super::benchmarks::{self, AnyBenchmark, Timed};
 use super::declaration::Specs;
 use super::declared::{About, Launches, Operator, Refused};
 use super::golden::{Golden, Reading};
@@ -72,6 +72,7 @@ pub(super) trait Declaration: Send + Sync {
     fn invariant_cases(&self) -> Vec<AnyCase>;
     fn golden(&self, file: &mut Reading<'_>) -> Result<Vec<Golden<AnyCase>>, String>;
     fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark>;
+    fn reduced_benchmarks(&self, environment: &Environment) -> anyhow::Result<Vec<AnyBenchmark>>;
 }
 
 /// What an operator declares for one case: see [`Operator`].
@@ -189,6 +190,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn benchmarks(&self, environment: &Environment) -> Vec<AnyBenchmark> {
         K::benchmarks(environment).into_iter().map(AnyBenchmark::from).collect()
+    }
+
+    fn reduced_benchmarks(&self, environment: &Environment) -> anyhow::Result<Vec<AnyBenchmark>> {
+        benchmarks::reduced::<K>(environment)
     }
 }
 
@@ -580,6 +585,18 @@ impl AnyOperator {
     /// The benchmarks on a device like this one.
     pub fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
         self.0.benchmarks(environment).into_iter().map(AnyBenchmark::timed).collect()
+    }
+
+    /// Those of a GPU like this one at a size for the emulator.
+    ///
+    /// # Errors
+    /// A declaration that names no benchmark of its own, or no fields of its cases.
+    pub fn reduced_benchmarks(
+        &self,
+        environment: &Environment,
+    ) -> anyhow::Result<Vec<Box<dyn Timed>>> {
+        let all = self.0.reduced_benchmarks(environment)?;
+        Ok(all.into_iter().map(AnyBenchmark::timed).collect())
     }
 }
 

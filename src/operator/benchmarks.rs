@@ -23,6 +23,8 @@ use anyhow::{Context, Result};
 use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
 use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::any::{AnyCase, any};
 use super::declaration::{Part, Specs, TensorSpec};
@@ -44,7 +46,8 @@ const CACHES: usize = 4;
 const MOST_BYTES: usize = 16 << 30;
 
 /// The direction of a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Direction {
     /// [`Operator::launch`].
     Forward,
@@ -140,6 +143,55 @@ pub struct Benchmark<K: Operator> {
     pub call: Call<K>,
 }
 
+/// Benchmarks of the model's shapes at a size for the emulator. Tests hold repeated tensors and
+/// sampled entries to the oracle with them.
+#[derive(Clone, Debug)]
+pub struct Reduced {
+    /// Their direction.
+    pub direction: Direction,
+    /// Their names.
+    pub names: &'static [&'static str],
+    /// Fields of the case.
+    pub whole: Value,
+    /// Fields in which the drawn case then differs from it.
+    pub drawn: Value,
+}
+
+impl Reduced {
+    /// Of forwards.
+    pub fn forward(names: &'static [&'static str], whole: Value, drawn: Value) -> Self {
+        Self { direction: Direction::Forward, names, whole, drawn }
+    }
+
+    /// Of backwards.
+    pub fn backward(names: &'static [&'static str], whole: Value, drawn: Value) -> Self {
+        Self { direction: Direction::Backward, names, whole, drawn }
+    }
+}
+
+/// The reduced benchmarks of an operator on a device like this one.
+///
+/// # Errors
+/// One that has no benchmark, or fields that are none of its case's.
+pub(super) fn reduced<K: Operator>(environment: &Environment) -> Result<Vec<AnyBenchmark>> {
+    let one = |reduced: &Reduced, name: &str| -> Result<AnyBenchmark> {
+        let is_it = |benchmark: &Benchmark<K>| {
+            benchmark.name == name && benchmark.direction == reduced.direction
+        };
+        let found = K::benchmarks(environment).into_iter().find(is_it);
+        let found =
+            found.with_context(|| format!("{} has no benchmark `{name}`", K::ABOUT.name))?;
+        Ok(AnyBenchmark::from(found.reduced(&reduced.whole, &reduced.drawn)?))
+    };
+    let mut all = Vec::new();
+    for reduced in K::reduced_benchmarks() {
+        for name in reduced.names {
+            all.push(one(&reduced, name)?);
+        }
+    }
+    Ok(all)
+}
+
 impl<K: Operator> Benchmark<K> {
     /// A benchmark whose tensors are drawn for at most [`DRAWN`] elements of the largest, along
     /// `axis`. Four entries along it are sampled. Bytes and FLOPs of a call are not set yet.
@@ -211,6 +263,27 @@ impl<K: Operator> Benchmark<K> {
         chosen: fn(usize, usize) -> Vec<usize>,
     ) -> Self {
         Self { further: Some(Further { axis, entries, chosen }), ..self }
+    }
+
+    /// The same at another size: `whole` has fields of its case, `drawn` those in which the drawn
+    /// case then differs from it.
+    ///
+    /// # Errors
+    /// Fields that are none of the case's.
+    pub fn reduced(self, whole: &Value, drawn: &Value) -> Result<Self, CaseError> {
+        let with = |case: &K::Case, changed: &Value| -> Result<K::Case, CaseError> {
+            let mut line = Case::new(K::ABOUT.name, case);
+            line.fields.extend(
+                changed
+                    .as_object()
+                    .into_iter()
+                    .flatten()
+                    .map(|(name, value)| (name.clone(), value.clone())),
+            );
+            line.fields()
+        };
+        let case = with(&self.case, whole)?;
+        Ok(Self { drawn: with(&case, drawn)?, case, ..self })
     }
 
     /// As a benchmark of any operator.

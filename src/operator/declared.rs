@@ -17,7 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::batches::Batches;
-use super::benchmarks::Benchmark;
+use super::benchmarks::{Benchmark, Reduced};
 use super::declaration::Specs;
 #[cfg(doc)]
 use super::declaration::{Part, TensorSpec};
@@ -321,6 +321,11 @@ pub trait Operator: Sized + Send + Sync + 'static {
 
     /// The benchmarks: on a GPU the shapes of the model, on the emulator small ones.
     fn benchmarks(_environment: &Environment) -> Vec<Benchmark<Self>> {
+        Vec::new()
+    }
+
+    /// Those of a GPU at a size for the emulator, for tests: at least one in each direction.
+    fn reduced_benchmarks() -> Vec<Reduced> {
         Vec::new()
     }
 }

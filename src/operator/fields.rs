@@ -168,3 +168,19 @@ impl Implementation {
         }
     }
 }
+
+/// Changes of a case, read from left to right in the order in which they are made.
+pub trait Postfix: Sized {
+    /// The case with other fields: `plain(3, 1000).with(|case| case.dtype = Float::F32)`.
+    fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
+    /// What a change with a name makes of the case: `plain(2, 584).then(coded)`.
+    fn then(self, change: impl FnOnce(Self) -> Self) -> Self {
+        change(self)
+    }
+}
+
+impl<C: Clone + Serialize> Postfix for C {}

@@ -12,7 +12,7 @@ use dsv4_parity::blame::calls::{self, Called};
 use dsv4_parity::blame::judge;
 use dsv4_parity::blame::summary::Blame;
 use dsv4_parity::model::random::{self, Sizes};
-use dsv4_parity::mutants::planted;
+use dsv4_parity::mutants::planted::{self, Mutant};
 use dsv4_runtime::Device;
 
 use crate::command_line::{Parity, changed_kernels};
@@ -57,9 +57,10 @@ fn every_call_of_a_right_model_is_within_its_own_budget_and_errors_grow() {
     let layers: &[LayerKind] = if left_out(&BLAME) { &[Csa] } else { &[Window, Csa, Hca] };
     let (checkpoint, _folder) = checkpoint(layers);
     let calls = recorded(device(), &checkpoint).expect("calls");
-    // Each operator of the path has a bug in the list.
-    let operators: BTreeSet<&str> = calls.iter().map(|call| call.place.operator.as_str()).collect();
-    assert_eq!(operators, MUTANTS.iter().map(|(_, operator)| *operator).collect());
+    // Each operator of the path has a bug.
+    let operators: BTreeSet<String> =
+        calls.iter().map(|call| call.place.operator.to_string()).collect();
+    assert_eq!(operators, bugs().into_iter().map(|(_, operator)| operator).collect());
     let (run, num_layers) = (String::new(), Some(layers.len()));
     let blame = Blame { run, num_layers, findings: judge::all(&calls) };
     let skipped: Vec<_> = blame.skipped().collect();
@@ -76,52 +77,26 @@ fn every_call_of_a_right_model_is_within_its_own_budget_and_errors_grow() {
     assert!(first.expect("a mix").errors.iter().all(|error| error.inherited == 0.0));
 }
 
-/// Bugs of kernels of the path, one for each operator, and the operator that has the bug.
-const MUTANTS: [(&str, &str); 28] = [
-    ("embed_streams_first_stream_alone", "embed_streams"),
-    ("mhc_mix_comb_transposed", "mhc_mix"),
-    ("topk_lengths_ignored", "topk"),
-    ("mhc_pre_stream_left_out", "mhc_pre"),
-    ("rms_norm_normalised_x_rounded", "rms_norm"),
-    ("fp8_scale_without_its_ceiling", "quantize_fp8"),
-    ("linear_first_stage_again", "linear"),
-    ("query_norm_rope_without_the_mean", "query_norm_rope"),
-    ("kv_norm_rope_write_without_the_mean", "kv_norm_rope_write"),
-    ("compressor_stream_score_without_ape", "compressor_stream"),
-    ("cache_write_scale_rounded_down", "kv_cache_write"),
-    ("indexer_cache_without_transform", "indexer_cache_write"),
-    ("indexer_query_scale_left_out", "indexer_query"),
-    ("indexer_logits_relu_left_out", "indexer_logits"),
-    ("decode_sink_dropped_in_whole_units", "decode_attention"),
-    ("rope_leading_channels_rotate", "rope"),
-    ("mhc_post_mix_pre_comb_transposed", "mhc_post_mix_pre"),
-    ("router_not_normalised", "router"),
-    ("moe_map_slot_for_token", "moe_map"),
-    ("moe_expand_first_slot_alone", "moe_expand"),
-    ("grouped_linear_swiglu_gate_and_up_exchanged", "grouped_linear_swiglu"),
-    ("grouped_linear_result_offset_wraps", "grouped_linear"),
-    ("swiglu_quantize_gate_and_up_exchanged", "swiglu_quantize"),
-    ("moe_reduce_shared_row_left_out", "moe_reduce"),
-    ("mhc_post_overwrites_what_it_reads", "mhc_post"),
-    ("mhc_head_factor_of_post", "mhc_head"),
-    ("lm_head_always_the_first_stage", "lm_head"),
-    ("sampler_unlikely_wins", "sampler"),
-];
+/// Bugs of kernels of the path, each with the operator to blame.
+fn bugs() -> Vec<(Mutant, String)> {
+    let mutants = planted::load(&fixtures().join("mutants")).expect("mutants");
+    let blamed = |mutant: Mutant| mutant.blamed.clone().map(|operator| (mutant, operator));
+    mutants.into_iter().filter_map(blamed).collect()
+}
 
 /// How many of them a commit tries that changed nothing here.
 const FEW: usize = 2;
 
 #[test]
 fn a_bug_of_a_kernel_of_the_path_is_blamed_on_its_operator() {
-    let mutants = planted::load(&fixtures().join("mutants")).expect("mutants");
     let (checkpoint, _folder) = checkpoint(&[Csa]);
-    let tried = if left_out(&BLAME) { FEW } else { MUTANTS.len() };
-    for (id, operator) in &MUTANTS[..tried] {
-        let mutant = mutants.iter().find(|mutant| mutant.id == *id).expect("a mutant");
+    let bugs = bugs();
+    let tried = if left_out(&BLAME) { FEW } else { bugs.len() };
+    for (mutant, operator) in &bugs[..tried] {
         let planted = mutant.plant(device().tree()).expect("a tree");
         let calls = recorded(&device().with_tree(planted), &checkpoint).expect("calls");
         let found = judge::first(&calls).map(|found| found.place.operator);
-        assert_eq!(found.as_deref(), Some(*operator), "{id}");
+        assert_eq!(found.as_deref(), Some(operator.as_str()), "{}", mutant.id);
     }
 }
 

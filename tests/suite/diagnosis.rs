@@ -25,71 +25,6 @@ use crate::support::fixtures;
 const ROOMS: [&str; 4] =
     ["src/report/diagnosis/", "src/judge/failing.rs", "src/sweep/", "tests/suite/wrong/"];
 
-/// A planted mutant and words of the condition under which it fails: the text must contain one of
-/// them.
-type Planted = (&'static str, &'static [&'static str]);
-
-/// Planted mutants, by operator.
-const PLANTED: &[(&str, &[Planted])] = &[
-    (
-        "rms_norm",
-        &[
-            ("rms_norm_weight_read_as_bf16", &["weight = f32"]),
-            ("rms_norm_eps_baked_in", &["eps "]),
-            ("rms_norm_dweight_without_rstd", &["weight present"]),
-        ],
-    ),
-    (
-        "swiglu",
-        &[
-            ("swiglu_weight_not_applied", &["weighted = true"]),
-            ("swiglu_padding_row_read", &["padding_rows = true"]),
-            ("swiglu_weight_applied_twice", &["weighted = true"]),
-            ("swiglu_dweight_of_weighted_output", &["weighted = true"]),
-        ],
-    ),
-    (
-        "hadamard",
-        &[
-            ("hadamard_left_out_of_e4m3", &["stored = e4m3"]),
-            ("hadamard_codes_not_transformed", &["hadamard_codes"]),
-        ],
-    ),
-    (
-        "rope",
-        &[
-            ("rope_position_is_the_token", &["table "]),
-            ("rope_positions_outside_unrotated", &["table = hostile_positions"]),
-            ("rope_scalar_writes_through_its_input", &["scalar"]),
-        ],
-    ),
-    ("attention_combine", &[("combine_sink_in_lse", &["sinks"])]),
-    (
-        "embed_streams",
-        &[
-            ("embed_streams_element_type_bf16", &["dtype = f32"]),
-            ("embed_streams_bad_ids_are_the_first_row", &["token_ids"]),
-        ],
-    ),
-    (
-        "moe_reduce",
-        &[
-            ("moe_reduce_weight_left_out", &["weighted = true"]),
-            ("moe_reduce_shared_row_left_out", &["with_shared = true"]),
-        ],
-    ),
-    ("moe_expand", &[("moe_expand_element_type_bf16", &["dtype = f32"])]),
-    (
-        "gate_up_interleave",
-        &[
-            ("gate_up_inverse_is_the_forward", &["path gate_up_separate_vector"]),
-            ("gate_up_rows_of_the_first_expert", &["num_experts"]),
-        ],
-    ),
-    ("scale_swizzle", &[("swizzle_inverse_is_the_forward", &["inverse = true"])]),
-    ("kv_cache_write", &[("cache_write_rows_taken_as_packed", &["kv not dense"])]),
-];
-
 /// Small cases of an operator, edge cases and drawn ones, and how many of them.
 const MOST_ELEMENTS: u128 = 1 << 17;
 const MOST_CASES: usize = 48;
@@ -174,27 +109,30 @@ fn diagnosed(
 #[test]
 fn the_condition_of_a_planted_bug_is_named() {
     let mutants = planted::load(&fixtures().join("mutants")).expect("lists of mutants");
-    assert!(
-        PLANTED.len() >= 10
-            && PLANTED.iter().map(|(_, planted)| planted.len()).sum::<usize>() >= 20
-    );
+    let of = |operator: &AnyOperator| {
+        let named =
+            |mutant: &&Mutant| mutant.operator == operator.name() && !mutant.condition.is_empty();
+        mutants.iter().filter(named).collect::<Vec<_>>()
+    };
+    let all: Vec<_> =
+        registry::OPERATORS.iter().map(|operator| (*operator, of(operator))).collect();
+    let all: Vec<_> = all.into_iter().filter(|(_, planted)| !planted.is_empty()).collect();
+    let count: usize = all.iter().map(|(_, planted)| planted.len()).sum();
+    assert!(all.len() >= 10 && count >= 20, "{} operators, {count} conditions", all.len());
     let drawn: Vec<&str> = concerned_operators().iter().map(|operator| operator.name()).collect();
-    let mut chosen: Vec<_> = PLANTED.iter().filter(|(name, _)| drawn.contains(name)).collect();
+    let mut chosen: Vec<_> =
+        all.iter().filter(|(operator, _)| drawn.contains(&operator.name())).collect();
     if chosen.is_empty() {
-        chosen.push(&PLANTED[0]);
+        chosen.push(&all[0]);
     }
     let device = Device::open(BackendKind::Emulator, dsv4_kernels::device_options())
         .expect("the emulator opens");
     let mut unnamed = Vec::new();
-    for (name, planted) in chosen {
+    for (operator, planted) in chosen {
         let begun = Instant::now();
-        let operator = registry::find(name).expect("an operator");
         let known: Vec<Known> = cases_of(operator, &device).into_iter().map(known).collect();
-        for (id, words) in *planted {
-            let mutant = mutants
-                .iter()
-                .find(|mutant| mutant.id == *id)
-                .unwrap_or_else(|| panic!("no mutant `{id}`"));
+        for mutant in planted {
+            let Mutant { id, condition: words, .. } = mutant;
             let Some(said) = diagnosed(operator, mutant, &known, &device) else {
                 unnamed.push(format!("{id} survives"));
                 continue;
@@ -203,7 +141,7 @@ fn the_condition_of_a_planted_bug_is_named() {
             if !said
                 .sentences
                 .iter()
-                .any(|sentence| words.iter().any(|words| sentence.contains(words)))
+                .any(|sentence| words.iter().any(|words| sentence.contains(words.as_str())))
             {
                 unnamed.push(format!(
                     "{id}: {words:?} is not in {:#?}",
@@ -211,7 +149,12 @@ fn the_condition_of_a_planted_bug_is_named() {
                 ));
             }
         }
-        println!("{name}: {} cases, {:.1} s", known.len(), begun.elapsed().as_secs_f64());
+        println!(
+            "{}: {} cases, {:.1} s",
+            operator.name(),
+            known.len(),
+            begun.elapsed().as_secs_f64()
+        );
     }
     assert!(unnamed.is_empty(), "{}", unnamed.join("\n"));
 }

@@ -51,4 +51,5 @@ mod specification;
 mod steps;
 mod support;
 mod sweep;
+mod template;
 mod threads;

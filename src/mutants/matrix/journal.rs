@@ -124,6 +124,9 @@ mod tests {
             cases: Vec::new(),
             list: String::new(),
             hidden_on_gpu: None,
+            timed: None,
+            condition: Vec::new(),
+            blamed: None,
         };
         Trial { subject: Subject::Planted(Box::new(mutant)), schedules, all_checks: false }
     }

@@ -206,6 +206,9 @@ mod tests {
             cases: Vec::new(),
             list: String::new(),
             hidden_on_gpu: None,
+            timed: None,
+            condition: Vec::new(),
+            blamed: None,
         };
         let trial =
             Trial { subject: Subject::Planted(Box::new(mutant)), schedules: 0, all_checks: false };

@@ -275,6 +275,14 @@ impl Operator for AttentionCombine {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["8 parts 128x128x512"],
+            json!({"num_tokens": 9, "num_heads": 3}),
+            json!({"num_tokens": 2}),
+        )]
+    }
 }
 
 /// Parts in the given order; a part may occur more than once.

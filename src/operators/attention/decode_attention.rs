@@ -645,6 +645,14 @@ impl Operator for DecodeAttention {
         };
         [(64, 512), (128, 1024)].into_iter().flat_map(of_model).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["b128 H64 w128+512 fp8", "b128 H64 w128+512 bf16", "b128 H64 w128+512 fp8 portable"],
+            json!({"batch": 6, "num_heads": 20, "num_blocks": 5, "window": {"topk": 70, "num_pages": 27, "page_size": 16}, "compressed": {"topk": 70, "num_pages": 210, "page_size": 8}}),
+            json!({"batch": 2, "window": {"topk": 70, "num_pages": 5, "page_size": 16}, "compressed": {"topk": 70, "num_pages": 9, "page_size": 8}}),
+        )]
+    }
 }
 
 fn timed(

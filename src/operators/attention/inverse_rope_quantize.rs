@@ -290,4 +290,12 @@ impl Operator for InverseRopeQuantize {
         };
         extents.iter().flat_map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["4096x128x512 in 16 groups e8m0", "4096x64x512 in 8 groups fp32"],
+            json!({"num_tokens": 11, "num_heads": 6, "o_groups": 2, "head_dim": 128}),
+            json!({"num_tokens": 2}),
+        )]
+    }
 }

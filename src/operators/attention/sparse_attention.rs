@@ -601,6 +601,25 @@ impl Operator for SparseAttention {
             .chain(of_both.into_iter().map(|case| backward(advised(case))))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["q4096 k8192 H64 D512 topk512", "q4096 k8192 H64 D512 topk512 V"],
+                json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2, "num_keys": 44}),
+            ),
+            Reduced::backward(
+                &[
+                    "q4096 k8192 H64 D512 topk512",
+                    "q4096 k8192 H64 D512 topk512 V",
+                    "q4096 k8192 H64 D512 topk512 deterministic",
+                ],
+                json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2, "num_keys": 44}),
+            ),
+        ]
+    }
 }
 
 /// A benchmark; `portable` means that its name contains it.

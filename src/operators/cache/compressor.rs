@@ -665,6 +665,31 @@ impl Operator for Compressor {
         all.flat_map(|(lengths, form)| both.map(|direction| benchmark(lengths, form, direction)))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["32768x512 ratio 4"],
+                json!({"num_tokens": 48, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 16}),
+                json!({"num_tokens": 24, "num_entries": 5}),
+            ),
+            Reduced::backward(
+                &["32768x512 ratio 4"],
+                json!({"num_tokens": 48, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 16}),
+                json!({"num_tokens": 24, "num_entries": 5}),
+            ),
+            Reduced::forward(
+                &["32768x512 ratio 128"],
+                json!({"num_tokens": 1536, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 512}),
+                json!({"num_tokens": 768, "num_entries": 5}),
+            ),
+            Reduced::backward(
+                &["32768x512 ratio 128"],
+                json!({"num_tokens": 1536, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 512}),
+                json!({"num_tokens": 768, "num_entries": 5}),
+            ),
+        ]
+    }
 }
 
 /// The result of [`made_by`].

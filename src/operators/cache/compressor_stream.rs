@@ -654,6 +654,18 @@ impl Operator for CompressorStream {
         };
         numbers.iter().flat_map(|&number| forms.map(|form| benchmark(number, form))).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["128 sequences x512 ratio 4"],
+                json!({"num_sequences": 6, "num_slots": 6, "head_dim": 128}),
+                json!({}),
+            ),
+            // One entry in e2m1, where no value has power by itself: the state is compared.
+            Reduced::forward(&["1 sequences x128 ratio 4"], json!({}), json!({})),
+        ]
+    }
 }
 
 /// A compressor of a golden file. Every sequence takes the same chunks. Entries here are ordered by

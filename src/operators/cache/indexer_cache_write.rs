@@ -291,6 +291,14 @@ impl Operator for IndexerCacheWrite {
         };
         shapes.iter().flat_map(of_shape).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["32768x128 page 32 e2m1", "32768x128 page 32 e4m3"],
+            json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 64}),
+            json!({"num_tokens": 32, "num_pages": 2}),
+        )]
+    }
 }
 
 fn benchmark(num_tokens: usize, num_pages: usize, stored: Stored) -> Benchmark<IndexerCacheWrite> {

@@ -342,6 +342,21 @@ impl Operator for KvCacheWrite {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["65536x512 page 64 fp8"],
+                json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 448}),
+                json!({"num_tokens": 32, "num_pages": 2}),
+            ),
+            Reduced::forward(
+                &["65536x512 page 64 bf16"],
+                json!({"num_tokens": 96, "num_pages": 6, "page_size": 16, "page_padding": 0}),
+                json!({"num_tokens": 32, "num_pages": 2}),
+            ),
+        ]
+    }
 }
 
 fn keep_writers(whole: &Whole<'_, KvCacheWrite>, c: &mut KvCacheWriteCase, tensors: &mut Tensors) {

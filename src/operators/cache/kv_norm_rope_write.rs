@@ -366,6 +366,18 @@ impl Operator for KvNormRopeWrite {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["65536x512 page 64"],
+                json!({"num_tokens": 32, "num_pages": 2, "page_size": 16, "page_padding": 64}),
+                json!({"num_tokens": 8}),
+            ),
+            // One token, whose slot in the cache is part of the comparison.
+            Reduced::forward(&["1x512 page 64"], json!({}), json!({})),
+        ]
+    }
 }
 
 /// Only the rows of sampled tokens, if some are not sampled: their slots are spread over all pages.

@@ -641,6 +641,21 @@ impl Operator for GroupedLinear {
         });
         prefill.chain(decode).map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["24576 contiguous 256x4096x4096 fp8"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 160}),
+                json!({"num_experts": 2, "num_rows": 8}),
+            ),
+            Reduced::forward(
+                &["192 masked 256x4096x4096 fp8", "192 masked 256x4096x4096 mxfp4"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 24, "in_features": 160}),
+                json!({"num_experts": 2, "out_features": 8}),
+            ),
+        ]
+    }
 }
 
 /// Limits a drawn case to what the format supports.

@@ -916,6 +916,32 @@ impl Operator for GroupedLinearSwiglu {
         };
         prefill.chain(decode).flat_map(both).map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            // Rows of MXFP4 are whole 16-byte accesses, as the kernels for Hopper load them.
+            Reduced::forward(
+                &["24576 contiguous 256x4096x4096 fp8 in groups of 128"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 256, "in_features": 144}),
+                json!({"num_experts": 2, "num_rows": 8}),
+            ),
+            Reduced::forward(
+                &["24576 contiguous 256x4096x4096 fp8 in groups of 32 interleaved"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 80, "in_features": 144}),
+                json!({"num_experts": 2, "num_rows": 8}),
+            ),
+            Reduced::forward(
+                &["192 masked 256x4096x4096 fp8 in groups of 128"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 512, "in_features": 144}),
+                json!({"num_experts": 2, "out_features": 256}),
+            ),
+            Reduced::forward(
+                &["192 masked 256x4096x4096 mxfp4 in groups of 32 interleaved"],
+                json!({"num_slots": 30, "num_experts": 5, "num_rows": 40, "alignment": 4, "out_features": 80, "in_features": 160}),
+                json!({"num_experts": 2, "out_features": 16}),
+            ),
+        ]
+    }
 }
 
 impl GroupedLinearSwigluCase {

@@ -143,4 +143,19 @@ impl Operator for MoeExpand {
             |rows: MoeRows| [Forward, Backward].map(|direction| benchmark(rows.clone(), direction));
         MoeRows::benchmarks(environment).into_iter().flat_map(both).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["32768x7168 to 6 of 256 experts bf16"],
+                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
+                json!({"num_tokens": 5}),
+            ),
+            Reduced::backward(
+                &["32768x7168 to 6 of 256 experts bf16"],
+                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
+                json!({"num_tokens": 5}),
+            ),
+        ]
+    }
 }

@@ -240,6 +240,14 @@ impl Operator for MoeMap {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["32768 tokens of 256 experts"],
+            json!({"num_tokens": 21, "num_experts": 40}),
+            json!({}),
+        )]
+    }
 }
 
 impl MoeMapCase {

@@ -206,4 +206,19 @@ impl Operator for MoeReduce {
         let of = |rows: MoeRows| each.map(|kind| benchmark(rows.clone(), kind));
         MoeRows::benchmarks(environment).into_iter().flat_map(of).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["32768x7168 to 6 of 256 experts bf16"],
+                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
+                json!({"num_tokens": 5}),
+            ),
+            Reduced::backward(
+                &["32768x7168 to 6 of 256 experts bf16"],
+                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
+                json!({"num_tokens": 5}),
+            ),
+        ]
+    }
 }

@@ -491,6 +491,26 @@ impl Operator for Router {
             };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["6 of 256, 32768 tokens"],
+                json!({"num_tokens": 21, "num_experts": 40}),
+                json!({"num_tokens": 4}),
+            ),
+            Reduced::backward(
+                &["6 of 256, 32768 tokens"],
+                json!({"num_tokens": 21, "num_experts": 40}),
+                json!({"num_tokens": 4}),
+            ),
+            Reduced::forward(
+                &["6 of 384, 32768 tokens hashed"],
+                json!({"num_tokens": 21, "num_experts": 40, "vocab_size": 30}),
+                json!({"num_tokens": 4}),
+            ),
+        ]
+    }
 }
 
 fn draw_logits(c: &RouterCase, drawn: &[f64]) -> Vec<f64> {

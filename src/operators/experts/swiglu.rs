@@ -183,6 +183,21 @@ impl Operator for Swiglu {
             .flat_map(|&num_rows| both.map(|direction| benchmark(num_rows, direction)))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["4096x2048 bf16"],
+                json!({"num_rows": 21, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+            Reduced::backward(
+                &["4096x2048 bf16"],
+                json!({"num_rows": 21, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+        ]
+    }
 }
 
 /// The golden case of an experts' file for an operator with gate, up, weight, dy and dweight as in

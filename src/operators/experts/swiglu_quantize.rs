@@ -382,6 +382,23 @@ impl Operator for SwigluQuantize {
             .chain(extents.iter().map(backward))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["24576x2048 bf16 groups of 128", "24576x2048 bf16 groups of 32"],
+                json!({"num_rows": 20, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+            Reduced::backward(
+                &["24576x2048 bf16"],
+                json!({"num_rows": 20, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+            // One row, whose scales have space for four.
+            Reduced::forward(&["1x2048 bf16 groups of 128"], json!({"width": 512}), json!({})),
+        ]
+    }
 }
 
 /// The observed tensors of stored codes and scales.

@@ -176,4 +176,12 @@ impl Operator for GateUpInterleave {
         };
         shapes.iter().flat_map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["32x4096x2048", "32x4096x128 inverse"],
+            json!({"num_experts": 5, "num_rows": 48, "row_bytes": 48}),
+            json!({"num_experts": 2}),
+        )]
+    }
 }

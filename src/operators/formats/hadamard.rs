@@ -165,4 +165,12 @@ impl Operator for Hadamard {
         };
         Stored::ALL.map(benchmark).into()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["262144x128 bf16 to bf16", "262144x128 bf16 to e2m1"],
+            json!({"num_rows": 21}),
+            json!({"num_rows": 4}),
+        )]
+    }
 }

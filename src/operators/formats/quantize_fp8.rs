@@ -397,6 +397,28 @@ impl Operator for QuantizeFp8 {
         };
         (if on_gpu(environment) { gpu() } else { small() }).into_iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &[
+                    "quantize 32768x4096 1x128 fp32 mnmajor",
+                    "quantize 32768x4096 1x128 e8m0 mnmajor",
+                    "dequantize 32768x4096 1x128 e8m0 plain",
+                ],
+                json!({"num_rows": 21, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+            Reduced::forward(
+                &[
+                    "quantize 32768x4096 128x128 e8m0 plain",
+                    "dequantize 32768x4096 128x128 e8m0 plain",
+                ],
+                json!({"num_rows": 261, "width": 256}),
+                json!({"num_rows": 1}),
+            ),
+        ]
+    }
 }
 
 /// The scales of a sample's rows, which share one square.

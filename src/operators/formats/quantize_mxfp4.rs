@@ -259,6 +259,14 @@ impl Operator for QuantizeMxfp4 {
         };
         cases.into_iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["quantize 32768x4096 plain", "dequantize 32768x4096 plain"],
+            json!({"num_rows": 21, "width": 512}),
+            json!({"num_rows": 4}),
+        )]
+    }
 }
 
 /// Scales of codes: around the case's magnitude, or every byte in sequence. Their padding is NaN:

@@ -380,6 +380,14 @@ impl Operator for QuantizeNvfp4 {
         };
         cases.into_iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["quantize 32768x4096 plain", "dequantize 32768x4096 plain"],
+            json!({"num_rows": 21, "width": 512}),
+            json!({"num_rows": 4}),
+        )]
+    }
 }
 
 /// Moves ties to what their group is divided by: both levels of its scale together, in fp32.

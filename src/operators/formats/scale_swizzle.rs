@@ -195,6 +195,14 @@ impl Operator for ScaleSwizzle {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["32768x224 inverse"],
+            json!({"num_rows": 261, "num_groups": 35}),
+            json!({}),
+        )]
+    }
 }
 
 /// Writes the sampled rows to separate tiles.

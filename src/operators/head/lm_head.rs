@@ -196,6 +196,21 @@ impl Operator for LmHead {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["1x129280x7168 bf16"],
+                json!({"num_tokens": 3, "num_rows": 3, "vocab_size": 200, "hidden_size": 72}),
+                json!({"vocab_size": 50}),
+            ),
+            Reduced::forward(
+                &["128x129280x7168 bf16"],
+                json!({"num_tokens": 140, "num_rows": 140, "vocab_size": 200, "hidden_size": 72}),
+                json!({"vocab_size": 50}),
+            ),
+        ]
+    }
 }
 
 /// Rows of a benchmark's result that are compared with the oracle.

@@ -426,6 +426,14 @@ impl Operator for Sampler {
             };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["top-p, 128 rows of 129280", "no filter, 128 rows of 129280"],
+            json!({"num_rows": 11, "vocab_size": 300}),
+            json!({"num_rows": 3}),
+        )]
+    }
 }
 
 /// A multiple of the ids that a block of either size reads at once.

@@ -397,6 +397,21 @@ impl Operator for IndexerBackward {
         };
         cases.into_iter().map(|case| timed(form(case))).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["q4096 k8192 H64 D128 topk512", "q4096 k8192 H64 D128 topk512 deterministic"],
+                json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2, "num_keys": 44}),
+            ),
+            Reduced::forward(
+                &["q4096 k2048 H64 D128 dense"],
+                json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
 
 /// Position of the first query of a benchmark in the dense form: the last one sees the last key.

@@ -701,6 +701,26 @@ impl Operator for IndexerLogits {
         let timed = cases.into_iter().map(|case| timed(case, fastest));
         timed.chain([Benchmark { name, ..portable }]).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["e4m3 prefill q4096 k16384 H64"],
+                json!({"num_tokens": 11, "num_heads": 5, "num_keys": 90, "columns": 90}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::forward(
+                &["bf16 dense q8192 k2048 ratio 4 H64"],
+                json!({"num_tokens": 40, "num_heads": 5, "num_keys": 10, "columns": 10}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::forward(
+                &["e4m3 paged batch 128 context 8192 H64"],
+                json!({"batch": 5, "num_heads": 5, "columns": 100, "num_pages": 10, "table_pages": 2}),
+                json!({"batch": 2, "num_pages": 4}),
+            ),
+        ]
+    }
 }
 
 fn hopper(case: IndexerLogitsCase) -> IndexerLogitsCase {

@@ -576,6 +576,31 @@ impl Operator for IndexerLoss {
             |case| timed(IndexerLossCase { together: false, ..form(case) }, Direction::Backward);
         together.chain(cases.into_iter().map(apart)).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["q4096 topk512"],
+                json!({"num_tokens": 7, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["q4096 topk512"],
+                json!({"num_tokens": 7, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::forward(
+                &["q4096 dense k4096"],
+                json!({"num_tokens": 9, "num_keys": 30}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["q4096 dense k4096"],
+                json!({"num_tokens": 9, "num_keys": 30}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
 
 fn timed(case: IndexerLossCase, direction: Direction) -> Benchmark<IndexerLoss> {

@@ -266,4 +266,12 @@ impl Operator for IndexerQuery {
         };
         Stored::ALL.map(benchmark).into()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["4096x64x128 to e2m1", "4096x64x128 to e4m3"],
+            json!({"num_tokens": 11, "num_heads": 3}),
+            json!({"num_tokens": 2}),
+        )]
+    }
 }

@@ -318,6 +318,14 @@ impl Operator for IndexerRecompute {
             .map(|case| timed(IndexerRecomputeCase { implementation, ..case }))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["q4096 k8192 H64 D128 topk512", "q4096 k8192 H64 D128 topk1024"],
+            json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40}),
+            json!({"num_tokens": 2, "num_keys": 44}),
+        )]
+    }
 }
 
 fn timed(case: IndexerRecomputeCase) -> Benchmark<IndexerRecompute> {

@@ -662,6 +662,21 @@ impl Operator for ScoreRecompute {
         let portable = [flash, pro, dense].map(|case| timed(portable(case), true));
         all.map(|case| timed(case, false)).into_iter().chain(portable).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["q4096 k8192 H64 D512 topk512", "q4096 k8192 H64 D512 topk512 portable"],
+                json!({"num_tokens": 7, "num_heads": 5, "num_keys": 90, "topk": 40}),
+                json!({"num_tokens": 2, "num_keys": 44}),
+            ),
+            Reduced::forward(
+                &["q4096 k2048 H64 D512 dense", "q4096 k2048 H64 D512 dense portable"],
+                json!({"num_tokens": 9, "num_heads": 5, "num_keys": 30}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
 
 /// Mean of a benchmark's lse: that of a thousand standard normal logits.

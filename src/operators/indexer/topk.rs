@@ -307,6 +307,14 @@ impl Operator for Topk {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["512 of 16384, 4096 rows"],
+            json!({"num_rows": 11, "num_columns": 300, "topk": 40}),
+            json!({"num_rows": 3}),
+        )]
+    }
 }
 
 fn draw_scores(c: &TopkCase, drawn: &[f64]) -> Vec<f64> {

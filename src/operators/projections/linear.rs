@@ -902,6 +902,42 @@ impl Operator for Linear {
             .chain(portable)
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            // More features than are sampled, and a partial last block of them.
+            Reduced::forward(
+                &["4096x65536x1536 bf16", "4096x65536x1536 bf16 portable"],
+                json!({"num_tokens": 21, "out_features": 400, "in_features": 72}),
+                json!({"num_tokens": 4, "out_features": 16}),
+            ),
+            Reduced::backward(
+                &["4096x7168x16384 bf16", "4096x7168x16384 bf16 portable"],
+                json!({"num_tokens": 21, "out_features": 40, "in_features": 400}),
+                json!({"num_tokens": 4, "out_features": 16}),
+            ),
+            Reduced::forward(
+                &["4096x1024x4096 bf16 in 16 groups"],
+                json!({"num_tokens": 21, "num_groups": 3, "out_features": 400, "in_features": 72}),
+                json!({"num_tokens": 4, "out_features": 16}),
+            ),
+            Reduced::backward(
+                &["4096x1024x4096 bf16 in 16 groups"],
+                json!({"num_tokens": 21, "num_groups": 3, "out_features": 40, "in_features": 400}),
+                json!({"num_tokens": 4, "out_features": 16}),
+            ),
+            Reduced::forward(
+                &[
+                    "4096x7168x16384 fp8",
+                    "4096x7168x16384 fp8 portable",
+                    "4096x7168x16384 mxfp4",
+                    "4096x7168x16384 nvfp4",
+                ],
+                json!({"num_tokens": 21, "out_features": 400, "in_features": 160}),
+                json!({"num_tokens": 4, "out_features": 16}),
+            ),
+        ]
+    }
 }
 
 /// A drawn case of quantized operands, limited to what the format supports.

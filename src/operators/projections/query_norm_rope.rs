@@ -290,4 +290,19 @@ impl Operator for QueryNormRope {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["16384x128x512 bf16"],
+                json!({"num_tokens": 11, "num_heads": 3}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["16384x128x512 bf16"],
+                json!({"num_tokens": 11, "num_heads": 3}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }

@@ -309,4 +309,19 @@ impl Operator for RmsNorm {
         };
         shapes.iter().map(benchmark).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["4096x7168 bf16", "2097152x512 bf16 unweighted"],
+                json!({"num_rows": 21, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+            Reduced::backward(
+                &["16384x7168 bf16"],
+                json!({"num_rows": 21, "width": 512}),
+                json!({"num_rows": 4}),
+            ),
+        ]
+    }
 }

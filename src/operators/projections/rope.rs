@@ -526,6 +526,14 @@ impl Operator for Rope {
             .map(benchmark)
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![Reduced::forward(
+            &["16384x128x512 bf16", "16384x128x512 bf16 inverse", "16384x128x512 bf16 in place"],
+            json!({"num_tokens": 11, "num_heads": 3}),
+            json!({"num_tokens": 2}),
+        )]
+    }
 }
 
 /// Only the rotation of x.

@@ -234,6 +234,21 @@ impl Operator for EmbedStreams {
         let both = |shape| [Forward, Backward].map(|direction| benchmark(shape, direction));
         shapes.iter().flat_map(both).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["32768 of 129280 rows of 7168 bf16"],
+                json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96}),
+                json!({"num_tokens": 5, "vocab_size": 3}),
+            ),
+            Reduced::backward(
+                &["32768 of 129280 rows of 7168 bf16"],
+                json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96}),
+                json!({"num_tokens": 5, "vocab_size": 3}),
+            ),
+        ]
+    }
 }
 
 impl EmbedStreamsCase {

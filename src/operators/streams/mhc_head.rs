@@ -353,4 +353,19 @@ impl Operator for MhcHead {
             .flat_map(|extents| both.map(|direction| benchmark(extents, direction)))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["4096x4x7168 bf16"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["4096x4x7168 bf16"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }

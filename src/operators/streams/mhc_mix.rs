@@ -393,6 +393,21 @@ impl Operator for MhcMix {
             .flat_map(|extents| both.map(|direction| benchmark(extents, direction)))
             .collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["8192x4x4096 bf16"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["8192x4x4096 bf16"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
 
 /// The projection kernels. Those for Hopper need whole accesses of 16 bytes (`fitting`).

@@ -437,6 +437,21 @@ impl Operator for MhcPostMixPre {
         let each = [(Forward, false, 61.0), (Forward, true, 61.0), (Backward, false, 123.0)];
         extents.iter().flat_map(|extents| each.map(|call| benchmark(extents, call))).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["4096x4x7168 bf16", "4096x4x7168 bf16 separate"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["4096x4x7168 bf16"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
 
 /// How far each input element of the new streams may move. Coefficients bend where the new streams

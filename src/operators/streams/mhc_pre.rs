@@ -338,4 +338,19 @@ impl Operator for MhcPre {
         let of = |extents| each.map(|(norm, direction)| benchmark(extents, norm, direction));
         extents.iter().flat_map(of).collect()
     }
+
+    fn reduced_benchmarks() -> Vec<Reduced> {
+        vec![
+            Reduced::forward(
+                &["4096x4x7168 bf16", "4096x4x7168 bf16 norm"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+            Reduced::backward(
+                &["4096x4x7168 bf16", "4096x4x7168 bf16 norm"],
+                json!({"num_tokens": 11, "hidden_size": 72}),
+                json!({"num_tokens": 2}),
+            ),
+        ]
+    }
 }
