@@ -153,18 +153,17 @@ impl Operator for AttentionCombine {
             plain(3, 0, 4, 64),
             plain(0, 2, 5, 64),
             // One part without a sink is the output itself.
-            AttentionCombineCase {
-                sinks: Sinks::Absent,
-                empty: EmptyParts::None,
-                ..plain(1, 4, 6, 512)
-            },
-            AttentionCombineCase { sinks: Sinks::Extreme, ..plain(4, 5, 12, 512) },
+            plain(1, 4, 6, 512).with(|case| {
+                case.sinks = Sinks::Absent;
+                case.empty = EmptyParts::None;
+            }),
+            plain(4, 5, 12, 512).with(|case| case.sinks = Sinks::Extreme),
             // More parts than lanes, of different sizes.
-            AttentionCombineCase { lse_deviation: 10.0, ..plain(70, 2, 9, 40) },
+            plain(70, 2, 9, 40).with(|case| case.lse_deviation = 10.0),
             // One part outweighs the others by more than an fp32 exponent holds. One lane has more
             // columns than others.
-            AttentionCombineCase { lse_deviation: 100.0, ..plain(70, 2, 9, 264) },
-            AttentionCombineCase { lse_shift: -200.0, ..plain(5, 3, 7, 64) },
+            plain(70, 2, 9, 264).with(|case| case.lse_deviation = 100.0),
+            plain(5, 3, 7, 64).with(|case| case.lse_shift = -200.0),
         ];
         if profile == Profile::Full {
             cases.extend([plain(8, 32, 64, 512), plain(18, 8, 128, 512)]);

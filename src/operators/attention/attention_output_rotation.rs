@@ -171,18 +171,15 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
     }
 
     fn typical() -> Vec<AttentionOutputRotationCase> {
-        let base = SparseAttentionCase {
-            lengths: Lengths::Within,
-            ..SparseAttentionCase::plain(3, 5, 64, 23, 37)
-        };
-        let separate = SparseAttentionCase {
-            values: Values::Separate,
-            v_dim: 32,
-            dlse: true,
-            key_gradient: Float::F32,
-            ..base
-        };
-        vec![plain(SparseAttentionCase { dlse: true, ..base.clone() }, 64), plain(separate, 6)]
+        let base = SparseAttentionCase::plain(3, 5, 64, 23, 37)
+            .with(|case| case.lengths = Lengths::Within);
+        let separate = base.clone().with(|case| {
+            case.values = Values::Separate;
+            case.v_dim = 32;
+            case.dlse = true;
+            case.key_gradient = Float::F32;
+        });
+        vec![plain(base.with(|case| case.dlse = true), 64), plain(separate, 6)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<AttentionOutputRotationCase> {
@@ -194,16 +191,16 @@ impl<const IN_PLACE: bool> Operator for AttentionOutputRotation<IN_PLACE> {
             // No key: the rotation's input is zero.
             plain(case(3, 5, 64, 0, 7), 64),
             plain(
-                SparseAttentionCase { dlse: true, sinks: Sinks::Extreme, ..case(5, 6, 64, 23, 37) },
+                case(5, 6, 64, 23, 37).with(|case| {
+                    case.dlse = true;
+                    case.sinks = Sinks::Extreme;
+                }),
                 16,
             ),
-            plain(separate(case(4, 20, 64, 40, 65)), 16),
-            plain(
-                summed(SparseAttentionCase { sinks: Sinks::Absent, ..case(5, 6, 64, 23, 37) }),
-                64,
-            ),
+            plain(case(4, 20, 64, 40, 65).then(separate), 16),
+            plain(summed(case(5, 6, 64, 23, 37).with(|case| case.sinks = Sinks::Absent)), 64),
             // The scalar rotation.
-            plain(summed(separate(case(4, 20, 64, 40, 65))), 14),
+            plain(summed(case(4, 20, 64, 40, 65).then(separate)), 14),
             plain(hopper(case(2, 5, 512, 50, 70)), 64),
             plain(summed(hopper(case(2, 5, 512, 50, 70))), 64),
         ];

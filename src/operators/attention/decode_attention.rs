@@ -428,9 +428,9 @@ impl Operator for DecodeAttention {
     fn typical() -> Vec<DecodeAttentionCase> {
         let within = |case| DecodeAttentionCase { lengths: Lengths::Within, ..case };
         vec![
-            within(plain(2, 2, 5, SMALL, 3)),
+            plain(2, 2, 5, SMALL, 3).then(within),
             plain(2, 2, 18, SMALL, 1),
-            hopper(within(plain(1, 2, 3, MODEL, 2))),
+            plain(1, 2, 3, MODEL, 2).then(within).then(hopper),
         ]
     }
 
@@ -439,85 +439,81 @@ impl Operator for DecodeAttention {
         let mut cases = vec![
             plain(0, 1, 4, SMALL, 3),
             // No slots; rows but no list; a list but no rows.
-            DecodeAttentionCase {
-                window: store(0, 0, 64),
-                compressed: None,
-                ..plain(2, 1, 5, SMALL, 4)
-            },
-            DecodeAttentionCase {
-                window: store(0, 2, 4),
-                compressed: Some(store(9, 0, 2)),
-                ..plain(2, 2, 5, SMALL, 1)
-            },
+            plain(2, 1, 5, SMALL, 4).with(|case| {
+                case.window = store(0, 0, 64);
+                case.compressed = None;
+            }),
+            plain(2, 2, 5, SMALL, 1).with(|case| {
+                case.window = store(0, 2, 4);
+                case.compressed = Some(store(9, 0, 2));
+            }),
             // One block, one tile for each block, and more blocks than tiles.
             plain(2, 2, 5, SMALL, 1),
             plain(1, 2, 20, SMALL, 8),
-            DecodeAttentionCase { window: store(60, 3, 64), ..plain(2, 1, 3, ODD, 40) },
-            DecodeAttentionCase {
-                lengths: Lengths::Hostile,
-                sinks: Sinks::Extreme,
-                ..plain(11, 1, 7, SMALL, 5)
-            },
+            plain(2, 1, 3, ODD, 40).with(|case| case.window = store(60, 3, 64)),
+            plain(11, 1, 7, SMALL, 5).with(|case| {
+                case.lengths = Lengths::Hostile;
+                case.sinks = Sinks::Extreme;
+            }),
             // Lists that are divided alike in any batch: short ones, with lengths, of Hopper.
             plain(3, 2, 20, SMALL, ANY_BATCH),
-            DecodeAttentionCase { lengths: Lengths::Hostile, ..plain(5, 1, 7, SMALL, ANY_BATCH) },
-            hopper(plain(2, 2, 5, MODEL, ANY_BATCH)),
+            plain(5, 1, 7, SMALL, ANY_BATCH).with(|case| case.lengths = Lengths::Hostile),
+            plain(2, 2, 5, MODEL, ANY_BATCH).then(hopper),
             // More requests than a warp has lanes, and blocks that start after the first 32.
-            DecodeAttentionCase { lengths: Lengths::Within, ..plain(37, 1, 2, SMALL, 20) },
-            hopper(DecodeAttentionCase {
-                window: store(9, 2, 4),
-                compressed: None,
-                ..plain(37, 1, 2, MODEL, 20)
-            }),
+            plain(37, 1, 2, SMALL, 20).with(|case| case.lengths = Lengths::Within),
+            plain(37, 1, 2, MODEL, 20)
+                .with(|case| {
+                    case.window = store(9, 2, 4);
+                    case.compressed = None;
+                })
+                .then(hopper),
             // Without sinks, for a whole work unit and for a cut one.
-            DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 1) },
-            DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, SMALL, 3) },
-            hopper(DecodeAttentionCase { sinks: Sinks::Absent, ..plain(1, 1, 5, MODEL, 1) }),
+            plain(1, 1, 5, SMALL, 1).with(|case| case.sinks = Sinks::Absent),
+            plain(1, 1, 5, SMALL, 3).with(|case| case.sinks = Sinks::Absent),
+            plain(1, 1, 5, MODEL, 1).with(|case| case.sinks = Sinks::Absent).then(hopper),
             // Lengths for only one store: the other one's lists are full.
-            DecodeAttentionCase {
-                lengths: Lengths::Within,
-                lengths_of: LengthsOf::Compressed,
-                ..plain(5, 1, 5, SMALL, 4)
-            },
-            DecodeAttentionCase {
-                lengths: Lengths::Hostile,
-                lengths_of: LengthsOf::Window,
-                ..plain(5, 1, 5, SMALL, 4)
-            },
+            plain(5, 1, 5, SMALL, 4).with(|case| {
+                case.lengths = Lengths::Within;
+                case.lengths_of = LengthsOf::Compressed;
+            }),
+            plain(5, 1, 5, SMALL, 4).with(|case| {
+                case.lengths = Lengths::Hostile;
+                case.lengths_of = LengthsOf::Window;
+            }),
             // 17 work units of two tiles on two blocks: nine and eight whole units, not 17 tiles
             // each.
-            DecodeAttentionCase {
-                window: store(60, 3, 64),
-                compressed: Some(store(60, 3, 64)),
-                ..plain(17, 1, 5, SMALL, 2)
-            },
-            DecodeAttentionCase {
-                indices: IndexClass::LeadingMasked,
-                logit_shift: -200.0,
-                ..plain(2, 1, 5, SMALL, 3)
-            },
-            DecodeAttentionCase { indices: IndexClass::EmptyRows, ..plain(3, 4, 6, SMALL, 7) },
+            plain(17, 1, 5, SMALL, 2).with(|case| {
+                case.window = store(60, 3, 64);
+                case.compressed = Some(store(60, 3, 64));
+            }),
+            plain(2, 1, 5, SMALL, 3).with(|case| {
+                case.indices = IndexClass::LeadingMasked;
+                case.logit_shift = -200.0;
+            }),
+            plain(3, 4, 6, SMALL, 7).with(|case| case.indices = IndexClass::EmptyRows),
             plain(1, 2, 5, MODEL, 3),
-            DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 17, MODEL, 2) },
+            plain(1, 1, 17, MODEL, 2).with(|case| case.row_magnitude = 300.0),
             plain(1, 2, 5, RowFormat::bf16(512), 3),
-            hopper(plain(1, 2, 5, MODEL, 3)),
-            hopper(DecodeAttentionCase { row_magnitude: 300.0, ..plain(1, 1, 66, MODEL, 2) }),
+            plain(1, 2, 5, MODEL, 3).then(hopper),
+            plain(1, 1, 66, MODEL, 2).with(|case| case.row_magnitude = 300.0).then(hopper),
             // Rows with few weights: the largest is exactly 1 and adds no rounding.
-            hopper(DecodeAttentionCase { logit_deviation: 8.0, ..plain(1, 1, 17, MODEL, 1) }),
-            hopper(DecodeAttentionCase {
-                lengths: Lengths::Hostile,
-                sinks: Sinks::Extreme,
-                ..plain(8, 1, 7, MODEL, 5)
-            }),
-            hopper(plain(2, 2, 5, RowFormat::bf16(512), 3)),
+            plain(1, 1, 17, MODEL, 1).with(|case| case.logit_deviation = 8.0).then(hopper),
+            plain(8, 1, 7, MODEL, 5)
+                .with(|case| {
+                    case.lengths = Lengths::Hostile;
+                    case.sinks = Sinks::Extreme;
+                })
+                .then(hopper),
+            plain(2, 2, 5, RowFormat::bf16(512), 3).then(hopper),
             // Units of one tile, in sequence through one block.
-            hopper(DecodeAttentionCase {
-                window: store(5, 1, 64),
-                compressed: None,
-                ..plain(9, 1, 1, MODEL, 1)
-            }),
+            plain(9, 1, 1, MODEL, 1)
+                .with(|case| {
+                    case.window = store(5, 1, 64);
+                    case.compressed = None;
+                })
+                .then(hopper),
             // A head that is the only one among its warp's rows, over eight tiles.
-            hopper(DecodeAttentionCase { window: store(300, 6, 64), ..plain(1, 1, 17, MODEL, 1) }),
+            plain(1, 1, 17, MODEL, 1).with(|case| case.window = store(300, 6, 64)).then(hopper),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -184,51 +184,52 @@ impl Operator for InverseRopeQuantize {
     fn typical() -> Vec<InverseRopeQuantizeCase> {
         let positions =
             |case| InverseRopeQuantizeCase { table: TableForm::Positions, table_rows: 9, ..case };
-        let of = |scale, layout, case| InverseRopeQuantizeCase { scale, layout, ..case };
+        let of = |scale, layout| move |case| InverseRopeQuantizeCase { scale, layout, ..case };
         vec![
             plain([3, 4, 2, 128]),
-            of(ScaleType::Fp32, ScaleLayout::MnMajor, positions(plain([5, 3, 3, 256]))),
-            of(ScaleType::E8m0, ScaleLayout::MnMajor, positions(plain([2, 4, 1, 128]))),
+            plain([5, 3, 3, 256]).then(positions).then(of(ScaleType::Fp32, ScaleLayout::MnMajor)),
+            plain([2, 4, 1, 128]).then(positions).then(of(ScaleType::E8m0, ScaleLayout::MnMajor)),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<InverseRopeQuantizeCase> {
-        let of = |scale, layout, case| InverseRopeQuantizeCase { scale, layout, ..case };
+        let of = |scale, layout| move |case| InverseRopeQuantizeCase { scale, layout, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
-        let turning = |rope_dim, case| InverseRopeQuantizeCase { rope_dim, ..case };
-        let sized = |exponent, case| InverseRopeQuantizeCase {
-            data: Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) },
-            ..case
+        let turning = |rope_dim| move |case| InverseRopeQuantizeCase { rope_dim, ..case };
+        let sized = |exponent| {
+            move |case| InverseRopeQuantizeCase {
+                data: Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) },
+                ..case
+            }
         };
         let mut cases = vec![
             plain([0, 4, 2, 128]),
-            of(ScaleType::E8m0, mn, plain([0, 4, 2, 128])),
+            plain([0, 4, 2, 128]).then(of(ScaleType::E8m0, mn)),
             plain([1, 1, 1, 128]),
             // Heads of the model: a warp takes one. Words of scales and tiles with padding, of
             // several groups.
             plain([2, 4, 2, 512]),
-            of(ScaleType::E8m0, mn, plain([5, 6, 3, 128])),
-            of(ScaleType::Fp32, mn, plain([5, 4, 2, 512])),
-            of(ScaleType::PowerOfTwo, ScaleLayout::Plain, plain([3, 2, 2, 384])),
-            of(ScaleType::E8m0, tiles, plain([3, 6, 2, 256])),
+            plain([5, 6, 3, 128]).then(of(ScaleType::E8m0, mn)),
+            plain([5, 4, 2, 512]).then(of(ScaleType::Fp32, mn)),
+            plain([3, 2, 2, 384]).then(of(ScaleType::PowerOfTwo, ScaleLayout::Plain)),
+            plain([3, 6, 2, 256]).then(of(ScaleType::E8m0, tiles)),
             // All channels rotate; two do; and a count where a lane has rotated and copied
             // channels.
-            turning(128, plain([3, 2, 1, 128])),
-            turning(2, plain([3, 2, 1, 128])),
-            turning(70, plain([3, 2, 1, 256])),
-            InverseRopeQuantizeCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain([9, 2, 1, 256])
-            },
+            plain([3, 2, 1, 128]).then(turning(128)),
+            plain([3, 2, 1, 128]).then(turning(2)),
+            plain([3, 2, 1, 256]).then(turning(70)),
+            plain([9, 2, 1, 256]).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
             // Below the floor of the scales, and at their largest values.
-            sized(-14, plain([3, 2, 1, 128])),
-            sized(118, of(ScaleType::Fp32, ScaleLayout::Plain, plain([3, 2, 1, 128]))),
+            plain([3, 2, 1, 128]).then(sized(-14)),
+            plain([3, 2, 1, 128]).then(of(ScaleType::Fp32, ScaleLayout::Plain)).then(sized(118)),
         ];
         if profile == Profile::Full {
             cases.extend([
                 plain([300, 64, 8, 512]),
-                of(ScaleType::Fp32, mn, plain([130, 128, 16, 512])),
+                plain([130, 128, 16, 512]).then(of(ScaleType::Fp32, mn)),
             ]);
         }
         cases

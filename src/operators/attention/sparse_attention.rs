@@ -336,25 +336,24 @@ impl Operator for SparseAttention {
     fn typical() -> Vec<SparseAttentionCase> {
         let plain = SparseAttentionCase::plain;
         vec![
-            SparseAttentionCase {
-                lengths: Lengths::Within,
-                dlse: true,
-                ..plain(3, 21, 64, 23, 37)
-            },
-            // Sums of dk go directly to its rows, not to dense ones that are rounded into them.
-            SparseAttentionCase { key_gradient: Float::F32, ..plain(3, 21, 64, 23, 37) },
-            SparseAttentionCase {
-                values: Values::Separate,
-                v_dim: 32,
-                key_gradient: Float::F32,
-                key_gradients: KeyGradients::Deterministic,
-                ..plain(4, 20, 64, 19, 21)
-            },
-            hopper(SparseAttentionCase {
-                dlse: true,
-                key_gradient: Float::F32,
-                ..plain(2, 35, 512, 20, 70)
+            plain(3, 21, 64, 23, 37).with(|case| {
+                case.lengths = Lengths::Within;
+                case.dlse = true;
             }),
+            // Sums of dk go directly to its rows, not to dense ones that are rounded into them.
+            plain(3, 21, 64, 23, 37).with(|case| case.key_gradient = Float::F32),
+            plain(4, 20, 64, 19, 21).with(|case| {
+                case.values = Values::Separate;
+                case.v_dim = 32;
+                case.key_gradient = Float::F32;
+                case.key_gradients = KeyGradients::Deterministic;
+            }),
+            plain(2, 35, 512, 20, 70)
+                .with(|case| {
+                    case.dlse = true;
+                    case.key_gradient = Float::F32;
+                })
+                .then(hopper),
         ]
     }
 
@@ -362,72 +361,78 @@ impl Operator for SparseAttention {
         let plain = SparseAttentionCase::plain;
         let mut cases = vec![
             plain(0, 4, 64, 9, 5),
-            SparseAttentionCase { indices: IndexClass::Valid, ..plain(3, 5, 64, 0, 7) },
+            plain(3, 5, 64, 0, 7).with(|case| case.indices = IndexClass::Valid),
             plain(2, 3, 64, 11, 0),
-            SparseAttentionCase {
-                indices: IndexClass::LeadingMasked,
-                logit_shift: -200.0,
-                ..plain(3, 5, 64, 30, 141)
-            },
-            SparseAttentionCase {
-                lengths: Lengths::Hostile,
-                sinks: Sinks::Extreme,
-                dlse: true,
-                ..plain(7, 10, 64, 23, 70)
-            },
-            SparseAttentionCase { values: Values::Separate, v_dim: 32, ..plain(4, 20, 64, 40, 65) },
+            plain(3, 5, 64, 30, 141).with(|case| {
+                case.indices = IndexClass::LeadingMasked;
+                case.logit_shift = -200.0;
+            }),
+            plain(7, 10, 64, 23, 70).with(|case| {
+                case.lengths = Lengths::Hostile;
+                case.sinks = Sinks::Extreme;
+                case.dlse = true;
+            }),
+            plain(4, 20, 64, 40, 65).with(|case| {
+                case.values = Values::Separate;
+                case.v_dim = 32;
+            }),
             plain(2, 5, 512, 50, 70),
-            SparseAttentionCase { values: Values::Prefix, v_dim: 512, ..plain(2, 20, 576, 33, 65) },
-            hopper(plain(2, 20, 512, 50, 70)),
+            plain(2, 20, 576, 33, 65).with(|case| {
+                case.values = Values::Prefix;
+                case.v_dim = 512;
+            }),
+            plain(2, 20, 512, 50, 70).then(hopper),
             // A head that is the only one among its warp's rows, over six tiles.
-            hopper(plain(2, 17, 512, 90, 330)),
+            plain(2, 17, 512, 90, 330).then(hopper),
             // Rows with few weights, whose maximum rises far from one tile to the next.
-            hopper(SparseAttentionCase {
-                indices: IndexClass::Valid,
-                logit_deviation: 8.0,
-                ..plain(1, 20, 512, 400, 330)
-            }),
+            plain(1, 20, 512, 400, 330)
+                .with(|case| {
+                    case.indices = IndexClass::Valid;
+                    case.logit_deviation = 8.0;
+                })
+                .then(hopper),
             // Three tiles, and one head that is the only one in its block.
-            hopper(SparseAttentionCase {
-                lengths: Lengths::Hostile,
-                sinks: Sinks::Extreme,
-                dlse: true,
-                ..plain(7, 65, 512, 90, 140)
-            }),
-            hopper(SparseAttentionCase {
-                values: Values::Prefix,
-                v_dim: 512,
-                ..plain(2, 20, 576, 33, 65)
-            }),
+            plain(7, 65, 512, 90, 140)
+                .with(|case| {
+                    case.lengths = Lengths::Hostile;
+                    case.sinks = Sinks::Extreme;
+                    case.dlse = true;
+                })
+                .then(hopper),
+            plain(2, 20, 576, 33, 65)
+                .with(|case| {
+                    case.values = Values::Prefix;
+                    case.v_dim = 512;
+                })
+                .then(hopper),
             // Lists of one tile, in sequence through one block: state left by one work tile reaches
             // the next.
-            hopper(plain(12, 1, 512, 9, 5)),
+            plain(12, 1, 512, 9, 5).then(hopper),
             // Rows of dk that are one product each. Single elements show what is rounded: dS, not
             // softmax_scale dS.
-            hopper(SparseAttentionCase {
-                indices: IndexClass::Valid,
-                key_gradient: Float::F32,
-                logit_deviation: 4.0,
-                ..plain(1, 1, 512, 200, 128)
-            }),
+            plain(1, 1, 512, 200, 128)
+                .with(|case| {
+                    case.indices = IndexClass::Valid;
+                    case.key_gradient = Float::F32;
+                    case.logit_deviation = 4.0;
+                })
+                .then(hopper),
         ];
         // Summed in one order: no token, no slot, one key for every slot, two blocks of heads,
         // lists of thousands.
         cases.extend([
-            summed(plain(0, 4, 64, 9, 5)),
-            summed(plain(2, 3, 64, 11, 0)),
-            summed(SparseAttentionCase {
-                indices: IndexClass::Duplicates,
-                ..plain(7, 3, 64, 1, 120)
-            }),
-            summed(SparseAttentionCase {
-                values: Values::Separate,
-                v_dim: 32,
-                dlse: true,
-                ..plain(5, 70, 64, 40, 65)
-            }),
-            summed(plain(1, 1, 64, 3, 8300)),
-            summed(hopper(plain(3, 20, 512, 50, 70))),
+            plain(0, 4, 64, 9, 5).then(summed),
+            plain(2, 3, 64, 11, 0).then(summed),
+            plain(7, 3, 64, 1, 120).with(|case| case.indices = IndexClass::Duplicates).then(summed),
+            plain(5, 70, 64, 40, 65)
+                .with(|case| {
+                    case.values = Values::Separate;
+                    case.v_dim = 32;
+                    case.dlse = true;
+                })
+                .then(summed),
+            plain(1, 1, 64, 3, 8300).then(summed),
+            plain(3, 20, 512, 50, 70).then(hopper).then(summed),
         ]);
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -411,77 +411,75 @@ impl Operator for Compressor {
             plain([23, 3], 3, false, [24, 8]),
             // Rows that are not multiples of 16 bytes: the scalar kernels'.
             overlapping(19, 2, [12, 4]),
-            f32(plain([13, 2], 2, false, [8, 4])),
-            CompressorCase {
-                epilogue: Epilogue::Fp8,
-                saves_pooled: false,
-                ..overlapping(13, 2, [80, 8])
-            },
-            CompressorCase { epilogue: Epilogue::HadamardFp4, ..plain([9, 2], 2, false, [128, 8]) },
+            plain([13, 2], 2, false, [8, 4]).then(f32),
+            overlapping(13, 2, [80, 8]).with(|case| {
+                case.epilogue = Epilogue::Fp8;
+                case.saves_pooled = false;
+            }),
+            plain([9, 2], 2, false, [128, 8]).with(|case| case.epilogue = Epilogue::HadamardFp4),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<CompressorCase> {
         let poisoned = |case| CompressorCase { poison: true, ..case };
-        let stored = |epilogue, case| CompressorCase { epilogue, ..case };
+        let stored = |epilogue| move |case| CompressorCase { epilogue, ..case };
         let mut cases = vec![
             overlapping(0, 0, [16, 8]),
             plain([0, 1], 2, false, [8, 4]),
             // Shorter than a group; exactly one group; the table ends before the last entries.
-            poisoned(overlapping(3, 1, [16, 8])),
-            CompressorCase { packing: Packing::Equal, ..overlapping(8, 2, [16, 8]) },
-            CompressorCase { table_rows: 9, scores: 100.0, ..overlapping(30, 2, [16, 8]) },
+            overlapping(3, 1, [16, 8]).then(poisoned),
+            overlapping(8, 2, [16, 8]).with(|case| case.packing = Packing::Equal),
+            overlapping(30, 2, [16, 8]).with(|case| {
+                case.table_rows = 9;
+                case.scores = 100.0;
+            }),
             // The model's: several warps for each entry, one warp for each entry.
-            poisoned(overlapping(26, 3, [512, 64])),
-            poisoned(overlapping(70, 5, [128, 64])),
-            poisoned(plain([300, 2], 128, false, [72, 8])),
-            CompressorCase { packing: Packing::Equal, ..plain([20, 1], 10, false, [512, 64]) },
+            overlapping(26, 3, [512, 64]).then(poisoned),
+            overlapping(70, 5, [128, 64]).then(poisoned),
+            plain([300, 2], 128, false, [72, 8]).then(poisoned),
+            plain([20, 1], 10, false, [512, 64]).with(|case| case.packing = Packing::Equal),
             // As in inference.
-            CompressorCase { saves_pooled: false, ..overlapping(21, 2, [16, 8]) },
+            overlapping(21, 2, [16, 8]).with(|case| case.saves_pooled = false),
             // An entry takes two warps; more entries than blocks; too few rows.
-            poisoned(overlapping(30, 4, [140, 8])),
+            overlapping(30, 4, [140, 8]).then(poisoned),
             overlapping(400, 7, [8, 4]),
-            CompressorCase { num_entries: 3, ..overlapping(41, 4, [16, 0]) },
+            overlapping(41, 4, [16, 0]).with(|case| case.num_entries = 3),
             plain([60, 3], 1, false, [8, 8]),
             // More sequences than a warp has lanes, and a row after the last one's.
             overlapping(700, 70, [8, 4]),
             // Scores of different warps' slots are so far apart that only the maximum over all
             // warps bounds their exponentials.
-            CompressorCase { scores: 100.0, ..plain([300, 2], 128, false, [72, 8]) },
-            CompressorCase { num_entries: 2, ..plain([40, 3], 5, false, [132, 4]) },
+            plain([300, 2], 128, false, [72, 8]).with(|case| case.scores = 100.0),
+            plain([40, 3], 5, false, [132, 4]).with(|case| case.num_entries = 2),
             // The model's in inference; an incomplete last group, and no group; the table ends
             // before the last entries.
-            stored(
-                Epilogue::Fp8,
-                CompressorCase { saves_pooled: false, ..poisoned(overlapping(26, 3, [512, 64])) },
-            ),
-            stored(
-                Epilogue::HadamardFp4,
-                CompressorCase { saves_pooled: false, ..overlapping(70, 5, [128, 64]) },
-            ),
-            stored(
-                Epilogue::HadamardFp4,
-                CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [128, 64]) },
-            ),
-            stored(
-                Epilogue::Fp8,
-                CompressorCase { table_rows: 9, ..plain([40, 3], 3, false, [140, 8]) },
-            ),
-            stored(
-                Epilogue::Fp8,
-                CompressorCase { dtype: Float::F32, ..overlapping(30, 2, [72, 4]) },
-            ),
-            stored(Epilogue::Fp8, overlapping(9, 1, [8, 8])),
+            overlapping(26, 3, [512, 64])
+                .then(poisoned)
+                .with(|case| case.saves_pooled = false)
+                .then(stored(Epilogue::Fp8)),
+            overlapping(70, 5, [128, 64])
+                .with(|case| case.saves_pooled = false)
+                .then(stored(Epilogue::HadamardFp4)),
+            plain([40, 3], 3, false, [128, 64])
+                .with(|case| case.table_rows = 9)
+                .then(stored(Epilogue::HadamardFp4)),
+            plain([40, 3], 3, false, [140, 8])
+                .with(|case| case.table_rows = 9)
+                .then(stored(Epilogue::Fp8)),
+            overlapping(30, 2, [72, 4])
+                .with(|case| case.dtype = Float::F32)
+                .then(stored(Epilogue::Fp8)),
+            overlapping(9, 1, [8, 8]).then(stored(Epilogue::Fp8)),
             // A thread of which only the last pair is rotated.
             overlapping(26, 3, [16, 6]),
             plain([23, 3], 3, false, [24, 14]),
-            stored(Epilogue::Fp8, overlapping(13, 2, [80, 10])),
+            overlapping(13, 2, [80, 10]).then(stored(Epilogue::Fp8)),
             overlapping(9, 1, [8, 2]),
         ];
         if profile == Profile::Full {
             cases.extend([
-                poisoned(overlapping(2000, 9, [512, 64])),
-                poisoned(plain([3000, 5], 128, false, [512, 64])),
+                overlapping(2000, 9, [512, 64]).then(poisoned),
+                plain([3000, 5], 128, false, [512, 64]).then(poisoned),
             ]);
         }
         cases

@@ -396,88 +396,84 @@ impl Operator for CompressorStream {
         // One step each: of new sequences, and of others; by the scalar kernels.
         let further = |case| CompressorStreamCase { position: 5, ..case };
         let f32 = |case| CompressorStreamCase { dtype: Float::F32, ..case };
-        let stored = |epilogue, case| CompressorStreamCase { epilogue, ..case };
+        let stored = |epilogue| move |case| CompressorStreamCase { epilogue, ..case };
         vec![
-            further(plain(3, &[6], OVERLAP, [16, 8])),
-            f32(further(plain(3, &[4], (3, false), [24, 8]))),
+            plain(3, &[6], OVERLAP, [16, 8]).then(further),
+            plain(3, &[4], (3, false), [24, 8]).then(further).then(f32),
             plain(2, &[9], OVERLAP, [12, 4]),
             // With fewer entries, codes of 4 bits would hide an error of a tenth.
-            stored(Epilogue::HadamardFp4, further(plain(2, &[13], OVERLAP, [128, 8]))),
+            plain(2, &[13], OVERLAP, [128, 8]).then(further).then(stored(Epilogue::HadamardFp4)),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<CompressorStreamCase> {
         let poisoned = |case| CompressorStreamCase { poison: true, ..case };
-        let stored = |epilogue, case| CompressorStreamCase { epilogue, ..case };
-        let rejecting = |case: CompressorStreamCase, drafts| {
-            let num_rows = case.slots_of_an_entry() + drafts;
-            CompressorStreamCase { drafts, num_rows, ..case }
+        let stored = |epilogue| move |case| CompressorStreamCase { epilogue, ..case };
+        let rejecting = |drafts| {
+            move |case: CompressorStreamCase| {
+                let num_rows = case.slots_of_an_entry() + drafts;
+                CompressorStreamCase { drafts, num_rows, ..case }
+            }
         };
-        let one = |chunks: &[usize]| poisoned(plain(1, chunks, OVERLAP, [16, 8]));
+        let one = |chunks: &[usize]| plain(1, chunks, OVERLAP, [16, 8]).then(poisoned);
         let further = |case| CompressorStreamCase { position: 6, ..case };
         let mut cases: Vec<_> = (1..13).map(|border| one(&[border, 13 - border])).collect();
         cases.extend([
             plain(0, &[3], OVERLAP, [16, 8]),
             // Rows behind the last sequence's, more than there are sequences.
-            CompressorStreamCase {
-                spare_entries: 7,
-                ..further(plain(3, &[6, 2], OVERLAP, [16, 8]))
-            },
-            CompressorStreamCase { spare_entries: 5, ..plain(2, &[7], (3, false), [24, 8]) },
+            plain(3, &[6, 2], OVERLAP, [16, 8]).then(further).with(|case| case.spare_entries = 7),
+            plain(2, &[7], (3, false), [24, 8]).with(|case| case.spare_entries = 5),
             // The same of steps of one token.
-            CompressorStreamCase {
-                spare_entries: 3,
-                ..further(plain(9, &[1, 1], OVERLAP, [16, 8]))
-            },
-            CompressorStreamCase { spare_entries: 3, ..further(plain(9, &[1], OVERLAP, [12, 4])) },
+            plain(9, &[1, 1], OVERLAP, [16, 8]).then(further).with(|case| case.spare_entries = 3),
+            plain(9, &[1], OVERLAP, [12, 4]).then(further).with(|case| case.spare_entries = 3),
             // A thread of which only the last pair is rotated.
-            further(plain(3, &[6], OVERLAP, [16, 6])),
-            further(plain(2, &[7], (3, false), [24, 14])),
-            stored(Epilogue::Fp8, further(plain(2, &[6], OVERLAP, [80, 10]))),
+            plain(3, &[6], OVERLAP, [16, 6]).then(further),
+            plain(2, &[7], (3, false), [24, 14]).then(further),
+            plain(2, &[6], OVERLAP, [80, 10]).then(further).then(stored(Epilogue::Fp8)),
             one(&[1; 13]),
-            poisoned(plain(1, &[3, 1, 2, 1, 1, 6], (3, false), [16, 8])),
+            plain(1, &[3, 1, 2, 1, 1, 6], (3, false), [16, 8]).then(poisoned),
             // Others in between, some without a slot; more tokens than rows.
-            CompressorStreamCase {
-                hostile: true,
-                ..poisoned(plain(5, &[3, 2, 1, 1, 40], OVERLAP, [16, 8]))
-            },
-            CompressorStreamCase {
-                hostile: true,
-                position: 7,
-                ..plain(4, &[1, 2, 1], (2, false), [24, 8])
-            },
+            plain(5, &[3, 2, 1, 1, 40], OVERLAP, [16, 8])
+                .then(poisoned)
+                .with(|case| case.hostile = true),
+            plain(4, &[1, 2, 1], (2, false), [24, 8]).with(|case| {
+                case.hostile = true;
+                case.position = 7;
+            }),
             // Rejected tokens, with the least number of rows.
-            rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 1),
-            rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8])), 8),
-            rejecting(poisoned(plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8])), 5),
+            plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8]).then(poisoned).then(rejecting(1)),
+            plain(2, &[5, 1, 1, 2, 3, 1], OVERLAP, [16, 8]).then(poisoned).then(rejecting(8)),
+            plain(2, &[5, 1, 1, 2, 3, 1], (3, false), [24, 8]).then(poisoned).then(rejecting(5)),
             // A token or two for each sequence; all tokens of a step in one sequence, with more
             // tokens than rows.
             one(&[2; 7]),
-            CompressorStreamCase {
-                position: 5,
-                ..plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8])
-            },
-            CompressorStreamCase {
-                hostile: true,
-                position: 5,
-                ..plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8])
-            },
-            further(plain(4, &[1; 4], OVERLAP, [12, 4])),
-            stored(Epilogue::HadamardFp4, further(plain(4, &[1; 4], OVERLAP, [128, 64]))),
-            stored(Epilogue::Fp8, further(plain(3, &[1, 2, 1], OVERLAP, [512, 64]))),
+            plain(6, &[12, 0, 0, 0, 0, 0], OVERLAP, [16, 8]).with(|case| case.position = 5),
+            plain(5, &[1, 2, 1, 1], OVERLAP, [24, 8]).with(|case| {
+                case.hostile = true;
+                case.position = 5;
+            }),
+            plain(4, &[1; 4], OVERLAP, [12, 4]).then(further),
+            plain(4, &[1; 4], OVERLAP, [128, 64]).then(further).then(stored(Epilogue::HadamardFp4)),
+            plain(3, &[1, 2, 1], OVERLAP, [512, 64]).then(further).then(stored(Epilogue::Fp8)),
             // The model's heads.
             plain(2, &[7, 1, 4], OVERLAP, [512, 64]),
             plain(3, &[9, 2], OVERLAP, [128, 64]),
             plain(1, &[130, 126], (128, false), [36, 8]),
             // Exponentials of scores far from all other slots; the table ends just before an entry.
-            CompressorStreamCase { scores: 100.0, ..plain(1, &[40, 24], (32, false), [36, 8]) },
-            CompressorStreamCase { table_rows: 8, ..plain(1, &[7, 6], OVERLAP, [16, 8]) },
+            plain(1, &[40, 24], (32, false), [36, 8]).with(|case| case.scores = 100.0),
+            plain(1, &[7, 6], OVERLAP, [16, 8]).with(|case| case.table_rows = 8),
             // Stored as attention and the indexer read them; in steps, with an incomplete last
             // group.
-            stored(Epilogue::Fp8, poisoned(plain(2, &[7, 1, 4], OVERLAP, [512, 64]))),
-            stored(Epilogue::HadamardFp4, poisoned(plain(3, &[9, 2], OVERLAP, [128, 64]))),
-            stored(Epilogue::HadamardFp4, poisoned(plain(1, &[3, 1, 5, 4], OVERLAP, [128, 64]))),
-            stored(Epilogue::Fp8, poisoned(plain(1, &[3, 1, 2, 1, 6], (3, false), [140, 8]))),
+            plain(2, &[7, 1, 4], OVERLAP, [512, 64]).then(poisoned).then(stored(Epilogue::Fp8)),
+            plain(3, &[9, 2], OVERLAP, [128, 64])
+                .then(poisoned)
+                .then(stored(Epilogue::HadamardFp4)),
+            plain(1, &[3, 1, 5, 4], OVERLAP, [128, 64])
+                .then(poisoned)
+                .then(stored(Epilogue::HadamardFp4)),
+            plain(1, &[3, 1, 2, 1, 6], (3, false), [140, 8])
+                .then(poisoned)
+                .then(stored(Epilogue::Fp8)),
         ]);
         if profile == Profile::Full {
             cases.push(plain(3, &[700, 1, 5, 300, 1, 1], OVERLAP, [512, 64]));

@@ -195,19 +195,16 @@ impl Operator for IndexerCacheWrite {
             plain(5, e4m3, 0, 64),
             plain(1, e4m3, 1, 1),
             // One more than a block takes, and one less.
-            scattered(plain(33, e2m1, 2, 32)),
-            scattered(plain(31, e4m3, 2, 32)),
-            pooled(plain(40, e2m1, 3, 32)),
-            pooled(plain(40, e4m3, 3, 32)),
+            plain(33, e2m1, 2, 32).then(scattered),
+            plain(31, e4m3, 2, 32).then(scattered),
+            plain(40, e2m1, 3, 32).then(pooled),
+            plain(40, e4m3, 3, 32).then(pooled),
             // Around the floors of the scales.
-            IndexerCacheWriteCase {
-                magnitude: 2f64.powi(-125),
-                ..scattered(plain(17, e2m1, 5, 7))
-            },
-            IndexerCacheWriteCase { magnitude: 2f64.powi(-13), ..scattered(plain(17, e4m3, 5, 7)) },
+            plain(17, e2m1, 5, 7).then(scattered).with(|case| case.magnitude = 2f64.powi(-125)),
+            plain(17, e4m3, 5, 7).then(scattered).with(|case| case.magnitude = 2f64.powi(-13)),
         ];
         if profile == Profile::Full {
-            cases.extend([e2m1, e4m3].map(|stored| pooled(plain(30_000, stored, 1000, 32))));
+            cases.extend([e2m1, e4m3].map(|stored| plain(30_000, stored, 1000, 32).then(pooled)));
         }
         cases
     }

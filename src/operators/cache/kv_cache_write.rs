@@ -216,18 +216,16 @@ impl Operator for KvCacheWrite {
         let mut cases = vec![
             plain(0, model, 2, 4),
             plain(5, model, 0, 64),
-            KvCacheWriteCase { contents: Contents::Ties, ..plain(9, model, 3, 4) },
-            KvCacheWriteCase {
-                contents: Contents::Corners,
-                slots: SlotClass::Scattered,
-                ..plain(11, model, 7, 2)
-            },
-            KvCacheWriteCase { contents: Contents::NotFinite, ..plain(9, model, 12, 1) },
-            KvCacheWriteCase {
-                contents: Contents::Amax,
-                slots: SlotClass::Consecutive,
-                ..plain(885, SMALL, 28, 32)
-            },
+            plain(9, model, 3, 4).with(|case| case.contents = Contents::Ties),
+            plain(11, model, 7, 2).with(|case| {
+                case.contents = Contents::Corners;
+                case.slots = SlotClass::Scattered;
+            }),
+            plain(9, model, 12, 1).with(|case| case.contents = Contents::NotFinite),
+            plain(885, SMALL, 28, 32).with(|case| {
+                case.contents = Contents::Amax;
+                case.slots = SlotClass::Consecutive;
+            }),
             plain(17, RowFormat::bf16(512), 2, 16),
         ];
         if profile == Profile::Full {

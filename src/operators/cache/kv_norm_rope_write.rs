@@ -245,28 +245,29 @@ impl Operator for KvNormRopeWrite {
     fn typical() -> Vec<KvNormRopeWriteCase> {
         let positions =
             |case| KvNormRopeWriteCase { table: TableForm::Positions, table_rows: 9, ..case };
-        vec![plain(7, SMALL, 3, 4), positions(plain(5, MIDDLE, 2, 4))]
+        vec![plain(7, SMALL, 3, 4), plain(5, MIDDLE, 2, 4).then(positions)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<KvNormRopeWriteCase> {
         let model = RowFormat::MODEL;
-        let sized = |exponent, case| KvNormRopeWriteCase {
-            data: Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) },
-            ..case
+        let sized = |exponent| {
+            move |case| KvNormRopeWriteCase {
+                data: Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) },
+                ..case
+            }
         };
         let mut cases = vec![
             plain(0, model, 2, 4),
             plain(5, model, 0, 64),
-            KvNormRopeWriteCase { slots: SlotClass::Scattered, ..plain(11, model, 7, 2) },
-            KvNormRopeWriteCase { slots: SlotClass::Consecutive, ..plain(9, SMALL, 3, 4) },
-            KvNormRopeWriteCase { aliasing: Aliasing::InPlace, ..plain(5, MIDDLE, 3, 2) },
-            KvNormRopeWriteCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain(9, SMALL, 3, 4)
-            },
+            plain(11, model, 7, 2).with(|case| case.slots = SlotClass::Scattered),
+            plain(9, SMALL, 3, 4).with(|case| case.slots = SlotClass::Consecutive),
+            plain(5, MIDDLE, 3, 2).with(|case| case.aliasing = Aliasing::InPlace),
+            plain(9, SMALL, 3, 4).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
             // So small that eps determines the norm, and the floor determines the scales.
-            sized(-24, plain(5, SMALL, 2, 4)),
+            plain(5, SMALL, 2, 4).then(sized(-24)),
         ];
         if profile == Profile::Full {
             cases.push(plain(2000, model, 40, 64));

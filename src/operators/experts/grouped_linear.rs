@@ -410,16 +410,23 @@ impl Operator for GroupedLinear {
     }
 
     fn typical() -> Vec<GroupedLinearCase> {
-        let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
+        let in_layout = |layout| move |case| GroupedLinearCase { layout, ..case };
         let fp32 = |case| GroupedLinearCase { scale_bytes: false, output: Float::F32, ..case };
         vec![
             sorted([13, 4], 4, [24, 144]),
-            in_layout(ScaleLayout::MnMajor, fp32(masked([9, 3, 6], [24, 144]))),
-            hopper(sorted([13, 4], 1, [24, 144])),
-            in_layout(ScaleLayout::MnMajor, mxfp4(32, masked([9, 3, 6], [24, 96]))),
-            in_layout(ScaleLayout::Blocked, mxfp4(128, sorted([13, 4], 4, [24, 96]))),
-            hopper(mxfp4(128, sorted([13, 4], 1, [24, 160]))),
-            in_layout(ScaleLayout::MnMajor, hopper(mxfp4(32, masked([9, 3, 6], [24, 96])))),
+            masked([9, 3, 6], [24, 144]).then(fp32).then(in_layout(ScaleLayout::MnMajor)),
+            sorted([13, 4], 1, [24, 144]).then(hopper),
+            masked([9, 3, 6], [24, 96])
+                .then(|case| mxfp4(32, case))
+                .then(in_layout(ScaleLayout::MnMajor)),
+            sorted([13, 4], 4, [24, 96])
+                .then(|case| mxfp4(128, case))
+                .then(in_layout(ScaleLayout::Blocked)),
+            sorted([13, 4], 1, [24, 160]).then(|case| mxfp4(128, case)).then(hopper),
+            masked([9, 3, 6], [24, 96])
+                .then(|case| mxfp4(32, case))
+                .then(hopper)
+                .then(in_layout(ScaleLayout::MnMajor)),
         ]
     }
 
@@ -428,18 +435,27 @@ impl Operator for GroupedLinear {
         let distinct = |case| GroupedLinearCase { experts: Experts::Distinct, ..case };
         let exact = |case| GroupedLinearCase { codes: Codes::Exact, output: Float::F32, ..case };
         vec![
-            exact(hopper(expecting_one(distinct(sorted([280, 280], 1, [8, 144]))))),
-            exact(hopper(mxfp4(32, expecting_one(distinct(sorted([280, 280], 1, [8, 96])))))),
+            sorted([280, 280], 1, [8, 144])
+                .then(distinct)
+                .then(expecting_one)
+                .then(hopper)
+                .then(exact),
+            sorted([280, 280], 1, [8, 96])
+                .then(distinct)
+                .then(expecting_one)
+                .then(|case| mxfp4(32, case))
+                .then(hopper)
+                .then(exact),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<GroupedLinearCase> {
-        let with = |experts, case| GroupedLinearCase { experts, ..case };
+        let with = |experts| move |case| GroupedLinearCase { experts, ..case };
         let exact = |case| GroupedLinearCase { codes: Codes::Exact, output: Float::F32, ..case };
         let any = |case| GroupedLinearCase { codes: Codes::Any, ..case };
         let fp32 = |case| GroupedLinearCase { scale_bytes: false, ..case };
-        let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
-        let expecting = |expected_rows, case| GroupedLinearCase { expected_rows, ..case };
+        let in_layout = |layout| move |case| GroupedLinearCase { layout, ..case };
+        let expecting = |expected_rows| move |case| GroupedLinearCase { expected_rows, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let one_large =
             |case| GroupedLinearCase { codes: Codes::OneLarge, output: Float::F32, ..case };
@@ -452,101 +468,165 @@ impl Operator for GroupedLinear {
             |case| GroupedLinearCase { codes: Codes::LargeScales, output: Float::F32, ..case };
         let mut cases = vec![
             // No rows; only rows of no expert; one row.
-            GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, [8, 16]) },
-            with(Experts::None, sorted([5, 3], 4, [20, 33])),
-            hopper(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
+            sorted([0, 3], 4, [8, 16]).with(|case| case.num_rows = 0),
+            sorted([5, 3], 4, [20, 33]).then(with(Experts::None)),
+            sorted([5, 3], 128, [8, 32]).then(with(Experts::None)).then(hopper),
             masked([0, 3, 0], [8, 16]),
-            with(Experts::Distinct, sorted([1, 1], 1, [1, 1])),
-            hopper(with(Experts::Distinct, masked([1, 9, 1], [8, 16]))),
+            sorted([1, 1], 1, [1, 1]).then(with(Experts::Distinct)),
+            masked([1, 9, 1], [8, 16]).then(with(Experts::Distinct)).then(hopper),
             // All rows belong to one expert in the middle; several tiles of it, the last one
             // partial.
-            exact(with(Experts::One, sorted([37, 5], 4, [72, 144]))),
-            exact(expecting(100, with(Experts::One, fp32(sorted([133, 3], 8, [136, 160]))))),
-            exact(hopper(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 144]))))),
-            exact(hopper(expecting(
-                100,
-                in_layout(mn, with(Experts::Skewed, sorted([131, 4], 16, [12, 272]))),
-            ))),
+            sorted([37, 5], 4, [72, 144]).then(with(Experts::One)).then(exact),
+            sorted([133, 3], 8, [136, 160])
+                .then(fp32)
+                .then(with(Experts::One))
+                .then(expecting(100))
+                .then(exact),
+            sorted([67, 3], 1, [136, 144])
+                .then(with(Experts::One))
+                .then(expecting(1))
+                .then(hopper)
+                .then(exact),
+            sorted([131, 4], 16, [12, 272])
+                .then(with(Experts::Skewed))
+                .then(in_layout(mn))
+                .then(expecting(100))
+                .then(hopper)
+                .then(exact),
             // Groups that end in the middle of a tile and start in the next one; more experts than
             // a warp has lanes.
-            exact(in_layout(tiles, sorted([40, 7], 1, [24, 192]))),
-            exact(hopper(expecting(40, in_layout(mn, fp32(sorted([40, 70], 1, [24, 144])))))),
-            any(hopper(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
-            exact(in_layout(mn, fp32(masked([30, 9, 18], [130, 272])))),
-            any(fp32(sorted([20, 6], 2, [21, 71]))),
-            with(Experts::Repeated, expecting(40, masked([70, 3, 21], [136, 128]))),
-            one_large(hopper(with(Experts::One, sorted([2, 2], 1, [4, 2048])))),
+            sorted([40, 7], 1, [24, 192]).then(in_layout(tiles)).then(exact),
+            sorted([40, 70], 1, [24, 144])
+                .then(fp32)
+                .then(in_layout(mn))
+                .then(expecting(40))
+                .then(hopper)
+                .then(exact),
+            masked([40, 9, 13], [20, 160]).then(in_layout(tiles)).then(hopper).then(any),
+            masked([30, 9, 18], [130, 272]).then(fp32).then(in_layout(mn)).then(exact),
+            sorted([20, 6], 2, [21, 71]).then(fp32).then(any),
+            masked([70, 3, 21], [136, 128]).then(expecting(40)).then(with(Experts::Repeated)),
+            sorted([2, 2], 1, [4, 2048]).then(with(Experts::One)).then(hopper).then(one_large),
             // Large tiles: more k-blocks than stages; products of two scales that are not normal
             // values.
-            hopper(expecting(100, with(Experts::One, sorted([131, 3], 1, [136, 1168])))),
-            small_scales(hopper(expecting(
-                100,
-                with(Experts::One, sorted([70, 2], 1, [136, 272])),
-            ))),
-            large_scales(hopper(expecting(
-                100,
-                with(Experts::One, fp32(sorted([70, 2], 1, [136, 272]))),
-            ))),
-            large_scales(hopper(masked([9, 3, 6], [24, 144]))),
-            large_scales(masked([9, 3, 6], [24, 144])),
+            sorted([131, 3], 1, [136, 1168])
+                .then(with(Experts::One))
+                .then(expecting(100))
+                .then(hopper),
+            sorted([70, 2], 1, [136, 272])
+                .then(with(Experts::One))
+                .then(expecting(100))
+                .then(hopper)
+                .then(small_scales),
+            sorted([70, 2], 1, [136, 272])
+                .then(fp32)
+                .then(with(Experts::One))
+                .then(expecting(100))
+                .then(hopper)
+                .then(large_scales),
+            masked([9, 3, 6], [24, 144]).then(hopper).then(large_scales),
+            masked([9, 3, 6], [24, 144]).then(large_scales),
             // In pairs: tiles of rows whose last ones are full or have a few rows, or one tile that
             // two blocks share. More k-blocks than stages; several work tiles for each block.
-            exact(hopper(expecting(300, with(Experts::Skewed, sorted([420, 3], 16, [264, 272]))))),
-            any(hopper(expecting(
-                300,
-                with(Experts::One, in_layout(mn, sorted([300, 2], 1, [776, 144]))),
-            ))),
-            hopper(expecting(300, in_layout(tiles, masked([300, 2, 160], [264, 144])))),
-            exact(hopper(expecting(300, fp32(sorted([40, 6], 1, [264, 1168]))))),
+            sorted([420, 3], 16, [264, 272])
+                .then(with(Experts::Skewed))
+                .then(expecting(300))
+                .then(hopper)
+                .then(exact),
+            sorted([300, 2], 1, [776, 144])
+                .then(in_layout(mn))
+                .then(with(Experts::One))
+                .then(expecting(300))
+                .then(hopper)
+                .then(any),
+            masked([300, 2, 160], [264, 144])
+                .then(in_layout(tiles))
+                .then(expecting(300))
+                .then(hopper),
+            sorted([40, 6], 1, [264, 1168])
+                .then(fp32)
+                .then(expecting(300))
+                .then(hopper)
+                .then(exact),
             // More work tiles for each block, and for each pair, than slots for their values.
-            exact(hopper(expecting(100, with(Experts::Distinct, sorted([100, 100], 1, [8, 144]))))),
-            exact(hopper(expecting(300, with(Experts::Distinct, sorted([40, 40], 1, [264, 144]))))),
+            sorted([100, 100], 1, [8, 144])
+                .then(with(Experts::Distinct))
+                .then(expecting(100))
+                .then(hopper)
+                .then(exact),
+            sorted([40, 40], 1, [264, 144])
+                .then(with(Experts::Distinct))
+                .then(expecting(300))
+                .then(hopper)
+                .then(exact),
         ];
         for group in [128, 32] {
             let of = |case| mxfp4(group, case);
             cases.extend([
-                exact(of(sorted([20, 5], 4, [72, 96]))),
-                exact(expecting(
-                    40,
-                    in_layout(mn, of(with(Experts::One, sorted([19, 3], 1, [20, 160])))),
-                )),
-                exact(in_layout(tiles, of(masked([33, 9, 7], [130, 42])))),
-                any(in_layout(tiles, of(sorted([12, 4], 8, [9, 352])))),
+                sorted([20, 5], 4, [72, 96]).then(of).then(exact),
+                sorted([19, 3], 1, [20, 160])
+                    .then(with(Experts::One))
+                    .then(of)
+                    .then(in_layout(mn))
+                    .then(expecting(40))
+                    .then(exact),
+                masked([33, 9, 7], [130, 42]).then(of).then(in_layout(tiles)).then(exact),
+                sorted([12, 4], 8, [9, 352]).then(of).then(in_layout(tiles)).then(any),
             ]);
-            let of = |case| hopper(mxfp4(group, case));
+            let of = |case| mxfp4(group, case).then(hopper);
             let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
             let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };
             let far_apart = |case| GroupedLinearCase { codes: Codes::FarApart, ..case };
             cases.extend([
-                of(with(Experts::None, sorted([5, 3], 128, [8, 32]))),
-                of(with(Experts::Distinct, masked([1, 9, 1], [8, 32]))),
+                sorted([5, 3], 128, [8, 32]).then(with(Experts::None)).then(of),
+                masked([1, 9, 1], [8, 32]).then(with(Experts::Distinct)).then(of),
                 // Several tiles of an expert, the last one partial; groups that end in the middle
                 // of one; a last k-block of one group.
-                exact(of(expecting(1, with(Experts::One, sorted([67, 3], 1, [136, 160]))))),
-                exact(of(expecting(40, in_layout(mn, sorted([40, 70], 1, [24, 96]))))),
-                exact(of(expecting(
-                    100,
-                    in_layout(tiles, with(Experts::Skewed, sorted([133, 4], 16, [12, 288]))),
-                ))),
-                any(of(in_layout(tiles, masked([40, 9, 13], [20, 160])))),
-                exact(of(in_layout(mn, masked([30, 9, 18], [130, 352])))),
-                exact(of(expecting(12, in_layout(tiles, masked([30, 3, 18], [130, 160]))))),
-                any(of(masked([20, 3, 12], [20, 1184]))),
-                far_apart(of(in_layout(mn, sorted([20, 3], 4, [136, 288])))),
-                extreme(of(masked([9, 3, 6], [20, 160]))),
-                small_weights(of(masked([9, 3, 6], [24, 96]))),
+                sorted([67, 3], 1, [136, 160])
+                    .then(with(Experts::One))
+                    .then(expecting(1))
+                    .then(of)
+                    .then(exact),
+                sorted([40, 70], 1, [24, 96])
+                    .then(in_layout(mn))
+                    .then(expecting(40))
+                    .then(of)
+                    .then(exact),
+                sorted([133, 4], 16, [12, 288])
+                    .then(with(Experts::Skewed))
+                    .then(in_layout(tiles))
+                    .then(expecting(100))
+                    .then(of)
+                    .then(exact),
+                masked([40, 9, 13], [20, 160]).then(in_layout(tiles)).then(of).then(any),
+                masked([30, 9, 18], [130, 352]).then(in_layout(mn)).then(of).then(exact),
+                masked([30, 3, 18], [130, 160])
+                    .then(in_layout(tiles))
+                    .then(expecting(12))
+                    .then(of)
+                    .then(exact),
+                masked([20, 3, 12], [20, 1184]).then(of).then(any),
+                sorted([20, 3], 4, [136, 288]).then(in_layout(mn)).then(of).then(far_apart),
+                masked([9, 3, 6], [20, 160]).then(of).then(extreme),
+                masked([9, 3, 6], [24, 96]).then(of).then(small_weights),
                 // Tiles without a partial row or k-block: scales are loaded four at a time.
-                exact(of(expecting(1, sorted([20, 3], 1, [256, 256])))),
-                extreme(of(expecting(40, in_layout(tiles, sorted([18, 2], 1, [24, 64]))))),
+                sorted([20, 3], 1, [256, 256]).then(expecting(1)).then(of).then(exact),
+                sorted([18, 2], 1, [24, 64])
+                    .then(in_layout(tiles))
+                    .then(expecting(40))
+                    .then(of)
+                    .then(extreme),
             ]);
         }
         if profile == Profile::Full {
-            let model = |case| with(Experts::Distinct, case);
+            let model = |case| with(Experts::Distinct)(case);
             cases.extend([
-                hopper(model(sorted([700, 9], 128, [1030, 1024]))),
-                model(masked([40, 16, 64], [520, 1536])),
+                sorted([700, 9], 128, [1030, 1024]).then(model).then(hopper),
+                masked([40, 16, 64], [520, 1536]).then(model),
             ]);
-            cases.push(one_large(hopper(with(Experts::One, sorted([1, 2], 1, [2, 7168])))));
+            cases.push(
+                sorted([1, 2], 1, [2, 7168]).then(with(Experts::One)).then(hopper).then(one_large),
+            );
         }
         cases
     }

@@ -400,25 +400,25 @@ impl Operator for GroupedLinearSwiglu {
             with(
                 ScaleType::E8m0,
                 ScaleLayout::MnMajor,
-                interleaved(of(short, mxfp4(32, masked([9, 3, 6], [48, 96])))),
+                of(short, mxfp4(32, masked([9, 3, 6], [48, 96]))).then(interleaved),
             ),
             with(
                 ScaleType::E8m0,
                 ScaleLayout::Blocked,
-                of_bf16(of(long, mxfp4(128, sorted([13, 4], 4, [48, 96])))),
+                of(long, mxfp4(128, sorted([13, 4], 4, [48, 96]))).then(of_bf16),
             ),
-            hopper(of(long, sorted([13, 4], 4, [256, 144]))),
+            of(long, sorted([13, 4], 4, [256, 144])).then(hopper),
             with(
                 ScaleType::Fp32,
                 ScaleLayout::MnMajor,
-                hopper(interleaved(of(short, masked([9, 3, 6], [48, 144])))),
+                of(short, masked([9, 3, 6], [48, 144])).then(interleaved).then(hopper),
             ),
             with(
                 ScaleType::E8m0,
                 ScaleLayout::Blocked,
-                hopper(of(long, mxfp4(32, masked([9, 3, 6], [48, 96])))),
+                of(long, mxfp4(32, masked([9, 3, 6], [48, 96]))).then(hopper),
             ),
-            hopper(of(long, expecting(40, sorted([13, 4], 4, [256, 144])))),
+            of(long, sorted([13, 4], 4, [256, 144]).then(|case| expecting(40, case))).then(hopper),
         ]
     }
 
@@ -427,8 +427,16 @@ impl Operator for GroupedLinearSwiglu {
         // loaded four at a time.
         let distinct = |case| GroupedLinearCase { experts: Experts::Distinct, ..case };
         vec![
-            hopper(of(Group::Row128, expecting(1, distinct(sorted([280, 280], 1, [256, 144]))))),
-            hopper(of(Group::Row128, mxfp4(32, expecting(1, sorted([13, 4], 4, [512, 256]))))),
+            of(
+                Group::Row128,
+                sorted([280, 280], 1, [256, 144]).then(distinct).then(|case| expecting(1, case)),
+            )
+            .then(hopper),
+            of(
+                Group::Row128,
+                mxfp4(32, sorted([13, 4], 4, [512, 256]).then(|case| expecting(1, case))),
+            )
+            .then(hopper),
         ]
     }
 
@@ -436,10 +444,10 @@ impl Operator for GroupedLinearSwiglu {
         use ScaleLayout::{Blocked, MnMajor, Plain};
         use ScaleType::{E8m0, Fp32, PowerOfTwo};
         let (short, long) = (Group::Row32, Group::Row128);
-        let slots = |experts, case| GroupedLinearCase { experts, ..case };
+        let slots = |experts| move |case| GroupedLinearCase { experts, ..case };
         let any = |case| GroupedLinearCase { codes: Codes::Any, ..case };
         let many = |case| expecting(40, case);
-        let in_layout = |layout, case| GroupedLinearCase { layout, ..case };
+        let in_layout = |layout| move |case| GroupedLinearCase { layout, ..case };
         let fp32 = |case| GroupedLinearCase { scale_bytes: false, ..case };
         let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
         let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };
@@ -447,197 +455,269 @@ impl Operator for GroupedLinearSwiglu {
         let bare = |case| GroupedLinearSwigluCase { weighted: false, ..case };
         let clamped = |case| GroupedLinearSwigluCase { limit: 0.7, ..case };
         let small = |case: GroupedLinearSwigluCase| {
-            let product = GroupedLinearCase { data: Data::normal(2f64.powi(-40)), ..case.product };
+            let product = (case.product).with(|case| case.data = Data::normal(2f64.powi(-40)));
             GroupedLinearSwigluCase { product, ..case }
         };
-        let no_rows = |features| GroupedLinearCase { num_rows: 0, ..sorted([0, 3], 4, features) };
+        let no_rows = |features| sorted([0, 3], 4, features).with(|case| case.num_rows = 0);
         let mut cases = vec![
             // No rows; only rows of no expert; one row.
             of(short, no_rows([16, 16])),
-            hopper(of(long, no_rows([256, 16]))),
+            of(long, no_rows([256, 16])).then(hopper),
             with(
                 E8m0,
                 Blocked,
-                hopper(interleaved(of(short, slots(Experts::None, sorted([5, 3], 4, [48, 32]))))),
+                of(short, sorted([5, 3], 4, [48, 32]).then(slots(Experts::None)))
+                    .then(interleaved)
+                    .then(hopper),
             ),
             with(
                 Fp32,
                 MnMajor,
-                hopper(of(long, slots(Experts::None, masked([0, 3, 2], [256, 16])))),
+                of(long, masked([0, 3, 2], [256, 16]).then(slots(Experts::None))).then(hopper),
             ),
-            bare(hopper(interleaved(of(
-                long,
-                slots(Experts::Distinct, sorted([1, 1], 1, [16, 16])),
-            )))),
-            with(E8m0, Blocked, of(long, slots(Experts::None, sorted([5, 3], 4, [32, 33])))),
+            of(long, sorted([1, 1], 1, [16, 16]).then(slots(Experts::Distinct)))
+                .then(interleaved)
+                .then(hopper)
+                .then(bare),
+            with(E8m0, Blocked, of(long, sorted([5, 3], 4, [32, 33]).then(slots(Experts::None)))),
             of(short, masked([0, 3, 0], [16, 16])),
-            with(E8m0, MnMajor, of(long, slots(Experts::None, masked([0, 3, 2], [16, 16])))),
-            bare(of(long, slots(Experts::Distinct, sorted([1, 1], 1, [16, 1])))),
+            with(E8m0, MnMajor, of(long, masked([0, 3, 2], [16, 16]).then(slots(Experts::None)))),
+            of(long, sorted([1, 1], 1, [16, 1]).then(slots(Experts::Distinct))).then(bare),
             // Several tiles of features, the last one partial, with groups of either size; blocks
             // of w that gate and up share.
             with(E8m0, MnMajor, of(long, sorted([9, 3], 4, [272, 144]))),
-            with(Fp32, MnMajor, interleaved(of(short, sorted([9, 3], 4, [336, 160])))),
-            with(E8m0, Blocked, interleaved(of_bf16(of(short, masked([12, 5, 4], [304, 48]))))),
-            with(PowerOfTwo, MnMajor, clamped(of(long, fp32(masked([9, 2, 5], [528, 48]))))),
+            with(Fp32, MnMajor, of(short, sorted([9, 3], 4, [336, 160])).then(interleaved)),
+            with(
+                E8m0,
+                Blocked,
+                of(short, masked([12, 5, 4], [304, 48])).then(of_bf16).then(interleaved),
+            ),
+            with(
+                PowerOfTwo,
+                MnMajor,
+                of(long, masked([9, 2, 5], [528, 48]).then(fp32)).then(clamped),
+            ),
             // All rows belong to one expert; several tiles of rows, the last one partial; rows of
             // an odd length.
             with(
                 Fp32,
                 Plain,
-                of(long, expecting(100, slots(Experts::One, sorted([133, 3], 8, [64, 48])))),
+                of(
+                    long,
+                    sorted([133, 3], 8, [64, 48])
+                        .then(slots(Experts::One))
+                        .then(|case| expecting(100, case)),
+                ),
             ),
-            of(short, slots(Experts::One, sorted([37, 5], 4, [80, 80]))),
-            clamped(bare(of(short, any(fp32(sorted([20, 6], 2, [48, 71])))))),
+            of(short, sorted([37, 5], 4, [80, 80]).then(slots(Experts::One))),
+            of(short, sorted([20, 6], 2, [48, 71]).then(fp32).then(any)).then(bare).then(clamped),
             // More experts than a warp has lanes.
-            with(E8m0, Blocked, of(short, in_layout(MnMajor, sorted([40, 70], 1, [32, 16])))),
+            with(E8m0, Blocked, of(short, sorted([40, 70], 1, [32, 16]).then(in_layout(MnMajor)))),
             // So small that the floor determines the scale.
-            small(of(long, sorted([9, 3], 4, [48, 48]))),
+            of(long, sorted([9, 3], 4, [48, 48])).then(small),
             // Hopper, many rows: half work tiles, with groups that both consumers share and groups
             // of one consumer. A work tile that ends within a group, and one without features for
             // the second consumer.
-            with(Fp32, Plain, of_bf16(hopper(of(long, many(sorted([40, 5], 4, [256, 272])))))),
-            with(E8m0, Blocked, hopper(of(short, many(fp32(masked([12, 5, 4], [512, 48])))))),
+            with(
+                Fp32,
+                Plain,
+                of(long, sorted([40, 5], 4, [256, 272]).then(many)).then(hopper).then(of_bf16),
+            ),
             with(
                 E8m0,
                 Blocked,
-                clamped(hopper(interleaved(of(long, many(sorted([9, 3], 4, [304, 144])))))),
+                of(short, masked([12, 5, 4], [512, 48]).then(fp32).then(many)).then(hopper),
+            ),
+            with(
+                E8m0,
+                Blocked,
+                of(long, sorted([9, 3], 4, [304, 144]).then(many))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(clamped),
             ),
             with(
                 E8m0,
                 MnMajor,
-                bare(hopper(interleaved(of(short, many(masked([33, 3, 20], [464, 160])))))),
+                of(short, masked([33, 3, 20], [464, 160]).then(many))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(bare),
             ),
             // Whole work tiles, and the same before a half one; 65 rows, of which a consumer has
             // one; a block with several work tiles.
             with(
                 PowerOfTwo,
                 Plain,
-                hopper(of(long, many(slots(Experts::One, sorted([133, 3], 8, [512, 144]))))),
+                of(long, sorted([133, 3], 8, [512, 144]).then(slots(Experts::One)).then(many))
+                    .then(hopper),
             ),
             with(
                 E8m0,
                 Blocked,
-                of_bf16(hopper(of(
-                    short,
-                    many(slots(Experts::One, masked([65, 3, 70], [256, 160]))),
-                ))),
+                of(short, masked([65, 3, 70], [256, 160]).then(slots(Experts::One)).then(many))
+                    .then(hopper)
+                    .then(of_bf16),
             ),
             with(
                 E8m0,
                 MnMajor,
-                hopper(interleaved(of(
-                    long,
-                    many(slots(Experts::One, sorted([70, 3], 1, [176, 1168]))),
-                ))),
+                of(long, sorted([70, 3], 1, [176, 1168]).then(slots(Experts::One)).then(many))
+                    .then(interleaved)
+                    .then(hopper),
             ),
             with(
                 Fp32,
                 MnMajor,
-                clamped(hopper(interleaved(of(
-                    short,
-                    many(slots(Experts::One, sorted([131, 2], 1, [336, 48]))),
-                )))),
+                of(short, sorted([131, 2], 1, [336, 48]).then(slots(Experts::One)).then(many))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(clamped),
             ),
             with(
                 E8m0,
                 Blocked,
-                hopper(of(long, many(in_layout(MnMajor, sorted([90, 70], 1, [256, 16]))))),
+                of(long, sorted([90, 70], 1, [256, 16]).then(in_layout(MnMajor)).then(many))
+                    .then(hopper),
             ),
             // In pairs: tiles of rows whose last ones are full or have a few rows, or one tile that
             // two blocks share. More k-blocks than stages; several work tiles for each block.
             with(
                 Fp32,
                 Plain,
-                hopper(of(
+                of(
                     long,
-                    expecting(300, slots(Experts::Skewed, sorted([420, 3], 16, [512, 272]))),
-                )),
+                    sorted([420, 3], 16, [512, 272])
+                        .then(slots(Experts::Skewed))
+                        .then(|case| expecting(300, case)),
+                )
+                .then(hopper),
             ),
             with(
                 E8m0,
                 MnMajor,
-                clamped(hopper(interleaved(of(
+                of(
                     short,
-                    expecting(300, slots(Experts::One, sorted([300, 2], 1, [464, 144]))),
-                )))),
+                    sorted([300, 2], 1, [464, 144])
+                        .then(slots(Experts::One))
+                        .then(|case| expecting(300, case)),
+                )
+                .then(interleaved)
+                .then(hopper)
+                .then(clamped),
             ),
             with(
                 E8m0,
                 Blocked,
-                of_bf16(hopper(of(short, expecting(300, masked([300, 2, 160], [512, 144]))))),
+                of(short, masked([300, 2, 160], [512, 144]).then(|case| expecting(300, case)))
+                    .then(hopper)
+                    .then(of_bf16),
             ),
             with(
                 E8m0,
                 MnMajor,
-                bare(hopper(interleaved(of(
-                    long,
-                    expecting(300, sorted([40, 6], 1, [336, 1168])),
-                )))),
+                of(long, sorted([40, 6], 1, [336, 1168]).then(|case| expecting(300, case)))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(bare),
             ),
             // What registers and shared memory hold of other values.
-            hopper(of(short, many(any(fp32(sorted([20, 6], 2, [256, 64])))))),
-            small(hopper(interleaved(of(long, many(sorted([9, 3], 4, [48, 48])))))),
+            of(short, sorted([20, 6], 2, [256, 64]).then(fp32).then(any).then(many)).then(hopper),
+            of(long, sorted([9, 3], 4, [48, 48]).then(many))
+                .then(interleaved)
+                .then(hopper)
+                .then(small),
             // Hopper, few rows: several tiles of features, the last one partial, with groups of
             // either size; blocks of a cluster without features; 16 rows, and 17. More k-blocks
             // than stages; many work tiles for each cluster.
-            with(Fp32, MnMajor, of_bf16(hopper(of(long, sorted([40, 5], 4, [512, 272]))))),
-            with(E8m0, Blocked, hopper(of(short, fp32(masked([12, 5, 4], [512, 48]))))),
+            with(
+                Fp32,
+                MnMajor,
+                of(long, sorted([40, 5], 4, [512, 272])).then(hopper).then(of_bf16),
+            ),
+            with(E8m0, Blocked, of(short, masked([12, 5, 4], [512, 48]).then(fp32)).then(hopper)),
             with(
                 E8m0,
                 Blocked,
-                clamped(hopper(interleaved(of(long, sorted([9, 3], 4, [304, 144]))))),
+                of(long, sorted([9, 3], 4, [304, 144]))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(clamped),
             ),
             with(
                 E8m0,
                 MnMajor,
-                bare(hopper(interleaved(of(short, masked([33, 3, 20], [464, 160]))))),
+                of(short, masked([33, 3, 20], [464, 160]))
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(bare),
             ),
             with(
                 PowerOfTwo,
                 Plain,
-                hopper(of(
+                of(
                     long,
-                    expecting(16, slots(Experts::One, masked([16, 2, 17], [256, 1168]))),
-                )),
+                    masked([16, 2, 17], [256, 1168])
+                        .then(slots(Experts::One))
+                        .then(|case| expecting(16, case)),
+                )
+                .then(hopper),
             ),
             with(
                 Fp32,
                 Plain,
-                hopper(interleaved(of(
+                of(
                     short,
-                    expecting(3, slots(Experts::One, sorted([17, 3], 1, [80, 144]))),
-                ))),
+                    sorted([17, 3], 1, [80, 144])
+                        .then(slots(Experts::One))
+                        .then(|case| expecting(3, case)),
+                )
+                .then(interleaved)
+                .then(hopper),
             ),
             with(
                 E8m0,
                 MnMajor,
-                hopper(of(long, in_layout(MnMajor, sorted([90, 70], 1, [256, 16])))),
+                of(long, sorted([90, 70], 1, [256, 16]).then(in_layout(MnMajor))).then(hopper),
             ),
-            hopper(of(short, any(fp32(sorted([20, 6], 2, [256, 64]))))),
-            small(hopper(interleaved(of(long, sorted([9, 3], 4, [48, 48]))))),
-            hopper(of(long, large_scales(fp32(masked([9, 3, 6], [256, 144]))))),
+            of(short, sorted([20, 6], 2, [256, 64]).then(fp32).then(any)).then(hopper),
+            of(long, sorted([9, 3], 4, [48, 48])).then(interleaved).then(hopper).then(small),
+            of(long, masked([9, 3, 6], [256, 144]).then(fp32).then(large_scales)).then(hopper),
             // One token with regular scales among tokens with irregular ones.
-            hopper(of(
+            of(
                 long,
-                large_scales(expecting(3, slots(Experts::One, sorted([13, 1], 4, [256, 144])))),
-            )),
+                sorted([13, 1], 4, [256, 144])
+                    .then(slots(Experts::One))
+                    .then(|case| expecting(3, case))
+                    .then(large_scales),
+            )
+            .then(hopper),
         ];
         for group in [128, 32] {
             let of_format = |case| mxfp4(group, case);
             cases.extend([
-                interleaved(of(
+                of(
                     short,
-                    expecting(40, in_layout(MnMajor, of_format(sorted([19, 3], 1, [176, 160])))),
-                )),
+                    sorted([19, 3], 1, [176, 160])
+                        .then(of_format)
+                        .then(in_layout(MnMajor))
+                        .then(|case| expecting(40, case)),
+                )
+                .then(interleaved),
                 with(
                     Fp32,
                     Plain,
-                    of_bf16(of(long, in_layout(Blocked, of_format(masked([33, 9, 7], [144, 42]))))),
+                    of(
+                        long,
+                        masked([33, 9, 7], [144, 42]).then(of_format).then(in_layout(Blocked)),
+                    )
+                    .then(of_bf16),
                 ),
                 with(
                     E8m0,
                     MnMajor,
-                    interleaved(of(long, any(of_format(sorted([12, 4], 8, [272, 96]))))),
+                    of(long, sorted([12, 4], 8, [272, 96]).then(of_format).then(any))
+                        .then(interleaved),
                 ),
             ]);
             // Hopper: no rows; one row; 8 and 9 of a tile of 8, 16 and 17 of one of 16, 64 and 65,
@@ -647,109 +727,144 @@ impl Operator for GroupedLinearSwiglu {
                 with(
                     E8m0,
                     Blocked,
-                    hopper(of(short, slots(Experts::None, of_format(sorted([5, 3], 4, [48, 32]))))),
+                    of(
+                        short,
+                        sorted([5, 3], 4, [48, 32]).then(of_format).then(slots(Experts::None)),
+                    )
+                    .then(hopper),
                 ),
-                bare(hopper(of(
+                of(
                     long,
-                    of_format(slots(Experts::Distinct, sorted([1, 1], 1, [16, 32]))),
-                ))),
+                    sorted([1, 1], 1, [16, 32]).then(slots(Experts::Distinct)).then(of_format),
+                )
+                .then(hopper)
+                .then(bare),
                 with(
                     Fp32,
                     MnMajor,
-                    hopper(of(long, of_format(slots(Experts::One, masked([8, 2, 9], [144, 160]))))),
+                    of(
+                        long,
+                        masked([8, 2, 9], [144, 160]).then(slots(Experts::One)).then(of_format),
+                    )
+                    .then(hopper),
                 ),
                 with(
                     E8m0,
                     MnMajor,
-                    hopper(of(
+                    of(
                         short,
-                        in_layout(
-                            Blocked,
-                            of_format(slots(Experts::One, sorted([9, 3], 1, [400, 96]))),
-                        ),
-                    )),
+                        sorted([9, 3], 1, [400, 96])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(in_layout(Blocked)),
+                    )
+                    .then(hopper),
                 ),
                 with(
                     E8m0,
                     Blocked,
-                    hopper(interleaved(of(
+                    of(
                         long,
-                        in_layout(Blocked, of_format(sorted([40, 20], 2, [304, 288]))),
-                    ))),
+                        sorted([40, 20], 2, [304, 288]).then(of_format).then(in_layout(Blocked)),
+                    )
+                    .then(interleaved)
+                    .then(hopper),
                 ),
                 with(
                     PowerOfTwo,
                     Plain,
-                    clamped(hopper(of(
+                    of(
                         long,
-                        in_layout(
-                            MnMajor,
-                            expecting(
-                                12,
-                                of_format(slots(Experts::One, masked([17, 3, 20], [272, 96]))),
-                            ),
-                        ),
-                    ))),
+                        masked([17, 3, 20], [272, 96])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(|case| expecting(12, case))
+                            .then(in_layout(MnMajor)),
+                    )
+                    .then(hopper)
+                    .then(clamped),
                 ),
                 with(
                     Fp32,
                     Plain,
-                    of_bf16(hopper(interleaved(of(
+                    of(
                         short,
-                        expecting(
-                            16,
-                            of_format(slots(Experts::One, sorted([16, 2], 1, [80, 160]))),
-                        ),
-                    )))),
+                        sorted([16, 2], 1, [80, 160])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(|case| expecting(16, case)),
+                    )
+                    .then(interleaved)
+                    .then(hopper)
+                    .then(of_bf16),
                 ),
                 with(
                     E8m0,
                     MnMajor,
-                    hopper(of(
+                    of(
                         long,
-                        in_layout(
-                            MnMajor,
-                            many(of_format(slots(Experts::One, masked([65, 3, 70], [336, 160])))),
-                        ),
-                    )),
+                        masked([65, 3, 70], [336, 160])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(many)
+                            .then(in_layout(MnMajor)),
+                    )
+                    .then(hopper),
                 ),
                 with(
                     E8m0,
                     Blocked,
-                    hopper(interleaved(of(
+                    of(
                         short,
-                        many(of_format(slots(Experts::One, sorted([64, 2], 1, [144, 1184])))),
-                    ))),
+                        sorted([64, 2], 1, [144, 1184])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(many),
+                    )
+                    .then(interleaved)
+                    .then(hopper),
                 ),
                 with(
                     Fp32,
                     MnMajor,
-                    bare(hopper(of(
+                    of(
                         short,
-                        in_layout(
-                            Blocked,
-                            expecting(
-                                100,
-                                of_format(slots(Experts::One, sorted([129, 3], 1, [208, 96]))),
-                            ),
-                        ),
-                    ))),
+                        sorted([129, 3], 1, [208, 96])
+                            .then(slots(Experts::One))
+                            .then(of_format)
+                            .then(|case| expecting(100, case))
+                            .then(in_layout(Blocked)),
+                    )
+                    .then(hopper)
+                    .then(bare),
                 ),
                 with(
                     E8m0,
                     Plain,
-                    hopper(interleaved(of(
+                    of(
                         long,
-                        expecting(
-                            128,
-                            of_format(slots(Experts::Skewed, masked([150, 3, 128], [304, 224]))),
-                        ),
-                    ))),
+                        masked([150, 3, 128], [304, 224])
+                            .then(slots(Experts::Skewed))
+                            .then(of_format)
+                            .then(|case| expecting(128, case)),
+                    )
+                    .then(interleaved)
+                    .then(hopper),
                 ),
-                hopper(of(long, any(of_format(masked([20, 3, 12], [48, 1184]))))),
-                hopper(interleaved(of(short, extreme(of_format(masked([9, 3, 6], [80, 160])))))),
-                hopper(of(long, small_weights(of_format(masked([9, 3, 6], [48, 96]))))),
-                hopper(of(long, expecting(40, extreme(of_format(sorted([18, 2], 1, [48, 64])))))),
+                of(long, masked([20, 3, 12], [48, 1184]).then(of_format).then(any)).then(hopper),
+                of(short, masked([9, 3, 6], [80, 160]).then(of_format).then(extreme))
+                    .then(interleaved)
+                    .then(hopper),
+                of(long, masked([9, 3, 6], [48, 96]).then(of_format).then(small_weights))
+                    .then(hopper),
+                of(
+                    long,
+                    sorted([18, 2], 1, [48, 64])
+                        .then(of_format)
+                        .then(extreme)
+                        .then(|case| expecting(40, case)),
+                )
+                .then(hopper),
             ]);
         }
         cases

@@ -376,7 +376,7 @@ impl Operator for Moe {
     }
 
     fn typical() -> Vec<MoeCase> {
-        let hashed = MoeCase { hashed: true, ..plain([7, 3, 5], 48, 32) };
+        let hashed = plain([7, 3, 5], 48, 32).with(|case| case.hashed = true);
         vec![plain([5, 2, 4], 32, 48), fp8(Implementation::Portable, hashed)]
     }
 
@@ -386,28 +386,33 @@ impl Operator for Moe {
         let mut cases = vec![
             plain([0, 2, 4], 32, 48),
             plain([1, 6, 9], 144, 32),
-            hashed(fp8(portable, plain([9, 3, 6], 64, 160))),
-            fp8(hopper, plain([5, 2, 7], 144, 48)),
+            plain([9, 3, 6], 64, 160).then(|case| fp8(portable, case)).then(hashed),
+            plain([5, 2, 7], 144, 48).then(|case| fp8(hopper, case)),
             // More tokens than a small tile has; all experts chosen by every token; active clamps.
-            MoeCase { limit: 0.7, alignment: 1, ..plain([18, 4, 4], 32, 16) },
-            fp8(
-                portable,
-                MoeCase { route_scale: 2.5, alignment: 128, ..plain([19, 1, 3], 48, 32) },
-            ),
+            plain([18, 4, 4], 32, 16).with(|case| {
+                case.limit = 0.7;
+                case.alignment = 1;
+            }),
+            plain([19, 1, 3], 48, 32)
+                .with(|case| {
+                    case.route_scale = 2.5;
+                    case.alignment = 128;
+                })
+                .then(|case| fp8(portable, case)),
             // Many rows for each expert, in matching tiles; rows of weights of eight bytes;
             // split-k.
             plain([40, 2, 2], 16, 32),
-            fp8(portable, plain([40, 2, 2], 32, 16)),
-            fp8(hopper, plain([30, 2, 2], 16, 16)),
-            fp8(hopper, plain([70, 2, 2], 16, 16)),
-            fp8(hopper, plain([385, 1, 1], 16, 144)),
-            mxfp4(hopper, plain([5, 2, 7], 160, 64)),
-            mxfp4(hopper, plain([24, 2, 4], 32, 32)),
-            mxfp4(hopper, plain([30, 2, 2], 32, 32)),
+            plain([40, 2, 2], 32, 16).then(|case| fp8(portable, case)),
+            plain([30, 2, 2], 16, 16).then(|case| fp8(hopper, case)),
+            plain([70, 2, 2], 16, 16).then(|case| fp8(hopper, case)),
+            plain([385, 1, 1], 16, 144).then(|case| fp8(hopper, case)),
+            plain([5, 2, 7], 160, 64).then(|case| mxfp4(hopper, case)),
+            plain([24, 2, 4], 32, 32).then(|case| mxfp4(hopper, case)),
+            plain([30, 2, 2], 32, 32).then(|case| mxfp4(hopper, case)),
             plain([2, 2, 3], 576, 16),
         ];
         if profile == Profile::Full {
-            cases.push(fp8(hopper, plain([64, 6, 32], 1024, 512)));
+            cases.push(plain([64, 6, 32], 1024, 512).then(|case| fp8(hopper, case)));
         }
         cases
     }

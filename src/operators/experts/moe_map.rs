@@ -148,29 +148,29 @@ impl Operator for MoeMap {
     }
 
     fn edge_cases(profile: Profile) -> Vec<MoeMapCase> {
-        let with = |experts, case| MoeMapCase { experts, ..case };
+        let with = |experts| move |case| MoeMapCase { experts, ..case };
         let mut cases = vec![
             plain(0, 6, 8, 128),
-            with(Experts::Distinct, plain(1, 6, 256, 128)),
-            with(Experts::One, plain(70, 6, 5, 16)),
-            with(Experts::None, plain(11, 2, 6, 8)),
-            with(Experts::Skewed, plain(100, 6, 384, 8)),
-            with(Experts::Repeated, plain(40, 32, 512, 1)),
-            MoeMapCase { spare_positions: 3000, ..plain(5, 1, 3, 128) },
+            plain(1, 6, 256, 128).then(with(Experts::Distinct)),
+            plain(70, 6, 5, 16).then(with(Experts::One)),
+            plain(11, 2, 6, 8).then(with(Experts::None)),
+            plain(100, 6, 384, 8).then(with(Experts::Skewed)),
+            plain(40, 32, 512, 1).then(with(Experts::Repeated)),
+            plain(5, 1, 3, 128).with(|case| case.spare_positions = 3000),
             // The most slots of one launch; one more; several rounds and chunks, the last one
             // partial.
             plain(2048, 2, 33, 2),
             plain(4097, 1, 33, 2),
-            with(Experts::One, plain(700, 6, 3, 64)),
+            plain(700, 6, 3, 64).then(with(Experts::One)),
             plain(1500, 6, 512, 8),
-            with(Experts::Skewed, plain(1800, 6, 5, 16)),
+            plain(1800, 6, 5, 16).then(with(Experts::Skewed)),
         ];
         if profile == Profile::Full {
-            let model = with(Experts::Distinct, plain(32_768, 6, 256, 128));
+            let model = plain(32_768, 6, 256, 128).then(with(Experts::Distinct));
             cases.extend([
                 model,
                 plain(50_000, 6, 384, 128),
-                with(Experts::One, plain(60_000, 6, 384, 128)),
+                plain(60_000, 6, 384, 128).then(with(Experts::One)),
             ]);
         }
         cases

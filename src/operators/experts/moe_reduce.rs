@@ -82,21 +82,20 @@ impl Operator for MoeReduce {
     }
 
     fn typical() -> Vec<MoeReduceCase> {
-        let bare = MoeReduceCase {
-            weighted: false,
-            with_shared: false,
-            ..of(MoeRows::plain([5, 3, 4], 16))
-        };
+        let bare = of(MoeRows::plain([5, 3, 4], 16)).with(|case| {
+            case.weighted = false;
+            case.with_shared = false;
+        });
         let single = MoeRows { dtype: Float::F32, ..MoeRows::plain([5, 2, 3], 9) };
         vec![
             of(MoeRows::plain([6, 3, 4], 24)),
-            MoeReduceCase { with_shared: false, ..of(single) },
+            of(single).with(|case| case.with_shared = false),
             bare,
         ]
     }
 
     fn edge_cases(_: Profile) -> Vec<MoeReduceCase> {
-        let bare = |rows: MoeRows| MoeReduceCase { weighted: false, ..of(rows) };
+        let bare = |rows: MoeRows| of(rows).with(|case| case.weighted = false);
         let all = MoeRows::edge_cases().into_iter().map(of);
         all.chain([bare(MoeRows::plain([4, 6, 5], 80)), bare(MoeRows::plain([4, 11, 5], 13))])
             .collect()

@@ -223,31 +223,36 @@ impl Operator for Router {
     fn typical() -> Vec<RouterCase> {
         vec![
             plain(7, 40, 6),
-            RouterCase { padding_tokens: false, ..plain(5, 37, 3) },
+            plain(5, 37, 3).with(|case| case.padding_tokens = false),
             hashed(8, 21, 4),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<RouterCase> {
         // More tokens than blocks with one token each, and fewer.
-        let whole = |num_experts, logits, bias| RouterCase {
-            logits,
-            bias,
-            padding_tokens: false,
-            ..plain(11, num_experts, 6)
+        let whole = |num_experts, logits, bias| {
+            plain(11, num_experts, 6).with(|case| {
+                case.logits = logits;
+                case.bias = bias;
+                case.padding_tokens = false;
+            })
         };
-        let few = |topk, num_experts, logits, bias| RouterCase {
-            logits,
-            bias,
-            ..plain(5, num_experts, topk)
+        let few = |topk, num_experts, logits, bias| {
+            plain(5, num_experts, topk).with(|case| {
+                case.logits = logits;
+                case.bias = bias;
+            })
         };
         let mut cases = vec![
             plain(0, 16, 4),
             hashed(0, 16, 4),
-            RouterCase { padding_tokens: false, ..plain(1, 1, 1) },
+            plain(1, 1, 1).with(|case| case.padding_tokens = false),
             plain(6, 6, 6),
-            RouterCase { vocab_size: 0, ..hashed(6, 9, 2) },
-            RouterCase { routing: Routing::Hashed, padding_tokens: false, ..hashed(33, 384, 6) },
+            hashed(6, 9, 2).with(|case| case.vocab_size = 0),
+            hashed(33, 384, 6).with(|case| {
+                case.routing = Routing::Hashed;
+                case.padding_tokens = false;
+            }),
             // Warps that take one step of experts, and a second, a third and a fourth step.
             whole(128, Logits::Drawn, Bias::Drawn),
             whole(129, Logits::Drawn, Bias::Negative),
@@ -270,13 +275,14 @@ impl Operator for Router {
             few(32, 512, Logits::Drawn, Bias::Drawn),
         ];
         let logits = [Logits::Ties, Logits::Far, Logits::NotFinite];
-        cases.extend(logits.map(|logits| RouterCase {
-            logits,
-            bias: Bias::Zero,
-            ..plain(20, 24, 6)
+        cases.extend(logits.map(|logits| {
+            plain(20, 24, 6).with(|case| {
+                case.logits = logits;
+                case.bias = Bias::Zero;
+            })
         }));
-        cases.extend(logits.map(|logits| RouterCase { logits, ..hashed(20, 24, 6) }));
-        cases.push(RouterCase { bias: Bias::NotFinite, ..plain(9, 30, 6) });
+        cases.extend(logits.map(|logits| hashed(20, 24, 6).with(|case| case.logits = logits)));
+        cases.push(plain(9, 30, 6).with(|case| case.bias = Bias::NotFinite));
         if profile == Profile::Full {
             cases.extend([plain(2000, 256, 6), plain(2000, 384, 6), hashed(2000, 384, 6)]);
         }

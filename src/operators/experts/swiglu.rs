@@ -96,19 +96,22 @@ impl Operator for Swiglu {
     }
 
     fn typical() -> Vec<SwigluCase> {
-        vec![plain(5, 64), SwigluCase { dtype: Float::F32, ..plain(5, 61) }]
+        vec![plain(5, 64), plain(5, 61).with(|case| case.dtype = Float::F32)]
     }
 
     fn edge_cases(_: Profile) -> Vec<SwigluCase> {
         // One channel; one more than a warp takes in a step, by either kernel.
         let extents =
             [(0, 64), (6, 1), (9, 33), (9, 264)].map(|(num_rows, width)| plain(num_rows, width));
-        let unweighted = SwigluCase { weighted: false, ..plain(7, 2048) };
-        let bare =
-            SwigluCase { weighted: false, padding_rows: false, dtype: Float::F32, ..plain(3, 132) };
+        let unweighted = plain(7, 2048).with(|case| case.weighted = false);
+        let bare = plain(3, 132).with(|case| {
+            case.weighted = false;
+            case.padding_rows = false;
+            case.dtype = Float::F32;
+        });
         // Several blocks for each of few rows; rows with one warp each, as on a GPU of that many
         // SMs.
-        let f32 = SwigluCase { dtype: Float::F32, ..plain(23, 132) };
+        let f32 = plain(23, 132).with(|case| case.dtype = Float::F32);
         // More rows than threads for each access on 132 SMs, with few channels: a GPU's kernels for
         // many rows.
         let many = [plain(530, 8), plain(529, 3)];

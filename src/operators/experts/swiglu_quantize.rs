@@ -212,36 +212,36 @@ impl Operator for SwigluQuantize {
         };
         vec![
             plain(5, 64, Group::Row32),
-            fp32(SwigluQuantizeCase { dtype: Float::F32, ..plain(5, 137, Group::Row128) }),
-            SwigluQuantizeCase { round_to_bf16: true, ..plain(5, 160, Group::Row128) },
+            plain(5, 137, Group::Row128).with(|case| case.dtype = Float::F32).then(fp32),
+            plain(5, 160, Group::Row128).with(|case| case.round_to_bf16 = true),
         ]
     }
 
     fn edge_cases(_: Profile) -> Vec<SwigluQuantizeCase> {
         let (short, long) = (Group::Row32, Group::Row128);
-        let in_layout = |layout, case| SwigluQuantizeCase { layout, ..case };
+        let in_layout = |layout| move |case| SwigluQuantizeCase { layout, ..case };
         let bf16 = |case| SwigluQuantizeCase { round_to_bf16: true, ..case };
         let fp32 = |case| SwigluQuantizeCase { scale: ScaleType::Fp32, ..case };
         let bare = |case| SwigluQuantizeCase { weighted: false, padding_rows: false, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         vec![
             plain(0, 64, short),
-            in_layout(tiles, plain(0, 64, short)),
+            plain(0, 64, short).then(in_layout(tiles)),
             // One channel; groups that end with a row; one more than a warp takes; words and tiles
             // with padding.
             plain(1, 1, long),
-            bare(plain(6, 33, short)),
-            in_layout(mn, plain(33, 320, short)),
-            in_layout(mn, bf16(fp32(plain(7, 528, long)))),
-            in_layout(tiles, bf16(plain(31, 272, short))),
+            plain(6, 33, short).then(bare),
+            plain(33, 320, short).then(in_layout(mn)),
+            plain(7, 528, long).then(fp32).then(bf16).then(in_layout(mn)),
+            plain(31, 272, short).then(bf16).then(in_layout(tiles)),
             // Tiles below and next to each other.
-            in_layout(tiles, plain(131, 144, short)),
-            bf16(SwigluQuantizeCase { scale: ScaleType::PowerOfTwo, ..plain(3, 640, long) }),
+            plain(131, 144, short).then(in_layout(tiles)),
+            plain(3, 640, long).with(|case| case.scale = ScaleType::PowerOfTwo).then(bf16),
             // More rows than threads for each access on 132 SMs: the backward of a GPU for many
             // rows.
             plain(530, 8, short),
             // So small that the floor determines the scale.
-            SwigluQuantizeCase { data: Data::normal(2f64.powi(-14)), ..plain(5, 128, long) },
+            plain(5, 128, long).with(|case| case.data = Data::normal(2f64.powi(-14))),
         ]
     }
 

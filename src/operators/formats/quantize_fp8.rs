@@ -229,26 +229,21 @@ impl Operator for QuantizeFp8 {
             |case| QuantizeFp8Case { scale: ScaleType::Fp32, layout: ScaleLayout::MnMajor, ..case };
         vec![
             plain(Task::Quantize, 5, 256, Group::Row128),
-            fp32(QuantizeFp8Case {
-                dtype: Float::F32,
-                ..plain(Task::Quantize, 5, 203, Group::Row64)
-            }),
+            plain(Task::Quantize, 5, 203, Group::Row64)
+                .with(|case| case.dtype = Float::F32)
+                .then(fp32),
             plain(Task::Quantize, 130, 144, Group::Square128),
-            QuantizeFp8Case {
-                layout: ScaleLayout::MnMajor,
-                ..plain(Task::Dequantize, 5, 320, Group::Row64)
-            },
-            QuantizeFp8Case {
-                scale: ScaleType::Fp32,
-                ..plain(Task::Dequantize, 130, 144, Group::Square128)
-            },
+            plain(Task::Dequantize, 5, 320, Group::Row64)
+                .with(|case| case.layout = ScaleLayout::MnMajor),
+            plain(Task::Dequantize, 130, 144, Group::Square128)
+                .with(|case| case.scale = ScaleType::Fp32),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<QuantizeFp8Case> {
         use Task::{Dequantize, Quantize};
-        let in_layout = |layout, case| QuantizeFp8Case { layout, ..case };
-        let holding = |contents, case| QuantizeFp8Case { contents, ..case };
+        let in_layout = |layout| move |case| QuantizeFp8Case { layout, ..case };
+        let holding = |contents| move |case| QuantizeFp8Case { contents, ..case };
         let fp32 = |case| QuantizeFp8Case { scale: ScaleType::Fp32, ..case };
         let f32s = |case| QuantizeFp8Case { dtype: Float::F32, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
@@ -256,35 +251,43 @@ impl Operator for QuantizeFp8 {
             plain(Quantize, 0, 128, Group::Row128),
             plain(Dequantize, 0, 128, Group::Row128),
             plain(Quantize, 0, 128, Group::Square128),
-            in_layout(tiles, plain(Quantize, 0, 64, Group::Row64)),
+            plain(Quantize, 0, 64, Group::Row64).then(in_layout(tiles)),
             // One row, one element, of a group and of a square.
             plain(Quantize, 1, 1, Group::Row128),
             plain(Quantize, 1, 1, Group::Square128),
             // A warp has 512 elements. Groups that end with a row, and words and tiles with more
             // groups than the row.
-            in_layout(mn, plain(Quantize, 2, 528, Group::Row128)),
-            in_layout(mn, fp32(plain(Quantize, 33, 320, Group::Row64))),
-            in_layout(mn, plain(Quantize, 33, 320, Group::Row64)),
-            in_layout(tiles, plain(Quantize, 129, 640, Group::Row128)),
-            in_layout(mn, plain(Dequantize, 3, 1040, Group::Row128)),
-            in_layout(tiles, plain(Dequantize, 129, 320, Group::Row64)),
-            f32s(fp32(plain(Quantize, 129, 130, Group::Square128))),
+            plain(Quantize, 2, 528, Group::Row128).then(in_layout(mn)),
+            plain(Quantize, 33, 320, Group::Row64).then(fp32).then(in_layout(mn)),
+            plain(Quantize, 33, 320, Group::Row64).then(in_layout(mn)),
+            plain(Quantize, 129, 640, Group::Row128).then(in_layout(tiles)),
+            plain(Dequantize, 3, 1040, Group::Row128).then(in_layout(mn)),
+            plain(Dequantize, 129, 320, Group::Row64).then(in_layout(tiles)),
+            plain(Quantize, 129, 130, Group::Square128).then(fp32).then(f32s),
             // Every value, with the scale 1, and divided by a scale that is not a power of two.
-            holding(Contents::EveryNumber, plain(Quantize, 69, 512, Group::Row128)),
-            holding(Contents::EveryNumber, fp32(plain(Quantize, 69, 512, Group::Row128))),
+            plain(Quantize, 69, 512, Group::Row128).then(holding(Contents::EveryNumber)),
+            plain(Quantize, 69, 512, Group::Row128).then(fp32).then(holding(Contents::EveryNumber)),
             // Each code with each scale.
-            holding(Contents::EveryNumber, plain(Dequantize, 64, 1024, Group::Row64)),
-            holding(Contents::EveryNumber, f32s(plain(Dequantize, 64, 1024, Group::Row64))),
+            plain(Dequantize, 64, 1024, Group::Row64).then(holding(Contents::EveryNumber)),
+            plain(Dequantize, 64, 1024, Group::Row64)
+                .then(f32s)
+                .then(holding(Contents::EveryNumber)),
         ];
         for contents in [Contents::Ties, Contents::Corners, Contents::Amax, Contents::NotFinite] {
-            cases.push(holding(contents, plain(Quantize, 9, 512, Group::Row128)));
-            cases.push(holding(contents, f32s(fp32(plain(Quantize, 9, 320, Group::Row64)))));
+            cases.push(plain(Quantize, 9, 512, Group::Row128).then(holding(contents)));
+            cases.push(
+                plain(Quantize, 9, 320, Group::Row64).then(fp32).then(f32s).then(holding(contents)),
+            );
         }
-        cases.push(holding(Contents::Corners, plain(Quantize, 257, 128, Group::Square128)));
-        cases.push(holding(Contents::NotFinite, fp32(plain(Quantize, 129, 272, Group::Square128))));
+        cases.push(plain(Quantize, 257, 128, Group::Square128).then(holding(Contents::Corners)));
+        cases.push(
+            plain(Quantize, 129, 272, Group::Square128)
+                .then(fp32)
+                .then(holding(Contents::NotFinite)),
+        );
         if profile == Profile::Full {
             cases.extend(Group::ALL.map(|group| plain(Quantize, 1000, 4096, group)));
-            cases.extend(Group::ALL.map(|group| fp32(plain(Dequantize, 1000, 4096, group))));
+            cases.extend(Group::ALL.map(|group| plain(Dequantize, 1000, 4096, group).then(fp32)));
         }
         cases
     }

@@ -131,49 +131,48 @@ impl Operator for QuantizeMxfp4 {
     }
 
     fn typical() -> Vec<QuantizeMxfp4Case> {
-        let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
+        let in_layout = |layout| move |case| QuantizeMxfp4Case { layout, ..case };
         vec![
-            in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
-            in_layout(
-                ScaleLayout::MnMajor,
-                QuantizeMxfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) },
-            ),
+            plain(Task::Quantize, 5, 192).then(in_layout(ScaleLayout::Blocked)),
+            plain(Task::Quantize, 5, 106)
+                .with(|case| case.dtype = Float::F32)
+                .then(in_layout(ScaleLayout::MnMajor)),
             plain(Task::Dequantize, 5, 160),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<QuantizeMxfp4Case> {
         use Task::{Dequantize, Quantize};
-        let in_layout = |layout, case| QuantizeMxfp4Case { layout, ..case };
-        let holding = |contents, case| QuantizeMxfp4Case { contents, ..case };
+        let in_layout = |layout| move |case| QuantizeMxfp4Case { layout, ..case };
+        let holding = |contents| move |case| QuantizeMxfp4Case { contents, ..case };
         let f32s = |case| QuantizeMxfp4Case { dtype: Float::F32, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let mut cases = vec![
             plain(Quantize, 0, 64),
             plain(Dequantize, 0, 64),
-            in_layout(tiles, plain(Quantize, 0, 64)),
+            plain(Quantize, 0, 64).then(in_layout(tiles)),
             plain(Quantize, 1, 2),
             // A warp has 512 elements; groups that end with a row; words and tiles with padding.
-            in_layout(mn, plain(Quantize, 2, 544)),
-            in_layout(tiles, plain(Quantize, 33, 320)),
-            in_layout(tiles, plain(Quantize, 129, 1120)),
-            in_layout(tiles, f32s(plain(Quantize, 129, 42))),
-            in_layout(mn, plain(Dequantize, 3, 1056)),
-            in_layout(tiles, plain(Dequantize, 129, 160)),
+            plain(Quantize, 2, 544).then(in_layout(mn)),
+            plain(Quantize, 33, 320).then(in_layout(tiles)),
+            plain(Quantize, 129, 1120).then(in_layout(tiles)),
+            plain(Quantize, 129, 42).then(f32s).then(in_layout(tiles)),
+            plain(Dequantize, 3, 1056).then(in_layout(mn)),
+            plain(Dequantize, 129, 160).then(in_layout(tiles)),
             // Every value, with the scale 1; each code with each scale.
-            holding(Contents::EveryNumber, plain(Quantize, 67, 512)),
-            holding(Contents::EveryNumber, f32s(plain(Quantize, 67, 512))),
-            holding(Contents::EveryNumber, plain(Dequantize, 8, 1024)),
-            holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024))),
+            plain(Quantize, 67, 512).then(holding(Contents::EveryNumber)),
+            plain(Quantize, 67, 512).then(f32s).then(holding(Contents::EveryNumber)),
+            plain(Dequantize, 8, 1024).then(holding(Contents::EveryNumber)),
+            plain(Dequantize, 8, 1024).then(f32s).then(holding(Contents::EveryNumber)),
         ];
         for contents in [Contents::Ties, Contents::Corners, Contents::Amax, Contents::NotFinite] {
-            cases.push(holding(contents, plain(Quantize, 9, 512)));
-            cases.push(holding(contents, f32s(plain(Quantize, 9, 330))));
+            cases.push(plain(Quantize, 9, 512).then(holding(contents)));
+            cases.push(plain(Quantize, 9, 330).then(f32s).then(holding(contents)));
         }
         if profile == Profile::Full {
             cases.extend([
                 plain(Quantize, 1000, 4096),
-                in_layout(tiles, plain(Dequantize, 1000, 4096)),
+                plain(Dequantize, 1000, 4096).then(in_layout(tiles)),
             ]);
         }
         cases

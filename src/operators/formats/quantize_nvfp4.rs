@@ -189,77 +189,83 @@ impl Operator for QuantizeNvfp4 {
     }
 
     fn typical() -> Vec<QuantizeNvfp4Case> {
-        let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
+        let in_layout = |layout| move |case| QuantizeNvfp4Case { layout, ..case };
         vec![
-            in_layout(ScaleLayout::Blocked, plain(Task::Quantize, 5, 192)),
-            in_layout(
-                ScaleLayout::MnMajor,
-                QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::Quantize, 5, 106) },
-            ),
+            plain(Task::Quantize, 5, 192).then(in_layout(ScaleLayout::Blocked)),
+            plain(Task::Quantize, 5, 106)
+                .with(|case| case.dtype = Float::F32)
+                .then(in_layout(ScaleLayout::MnMajor)),
             plain(Task::Dequantize, 5, 160),
             plain(Task::GlobalScale, 5, 160),
-            QuantizeNvfp4Case { dtype: Float::F32, ..plain(Task::GlobalScale, 3, 90) },
+            plain(Task::GlobalScale, 3, 90).with(|case| case.dtype = Float::F32),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<QuantizeNvfp4Case> {
         use Task::{Dequantize, GlobalScale, Quantize};
-        let in_layout = |layout, case| QuantizeNvfp4Case { layout, ..case };
-        let holding = |contents, case| QuantizeNvfp4Case { contents, ..case };
+        let in_layout = |layout| move |case| QuantizeNvfp4Case { layout, ..case };
+        let holding = |contents| move |case| QuantizeNvfp4Case { contents, ..case };
         let f32s = |case| QuantizeNvfp4Case { dtype: Float::F32, ..case };
-        let scaled = |global_scale, case| QuantizeNvfp4Case { global_scale, ..case };
+        let scaled = |global_scale| move |case| QuantizeNvfp4Case { global_scale, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let mut cases = vec![
             plain(Quantize, 0, 64),
             plain(Dequantize, 0, 64),
             plain(GlobalScale, 0, 64),
-            in_layout(tiles, plain(Quantize, 0, 64)),
+            plain(Quantize, 0, 64).then(in_layout(tiles)),
             plain(Quantize, 1, 2),
             plain(GlobalScale, 1, 2),
             // A warp has 512 elements; groups that end with a row; words and tiles with padding.
-            in_layout(mn, plain(Quantize, 2, 544)),
-            in_layout(tiles, plain(Quantize, 33, 176)),
-            in_layout(tiles, plain(Quantize, 129, 1120)),
-            in_layout(tiles, f32s(plain(Quantize, 129, 42))),
-            in_layout(mn, plain(Dequantize, 3, 1056)),
-            in_layout(tiles, plain(Dequantize, 129, 80)),
+            plain(Quantize, 2, 544).then(in_layout(mn)),
+            plain(Quantize, 33, 176).then(in_layout(tiles)),
+            plain(Quantize, 129, 1120).then(in_layout(tiles)),
+            plain(Quantize, 129, 42).then(f32s).then(in_layout(tiles)),
+            plain(Dequantize, 3, 1056).then(in_layout(mn)),
+            plain(Dequantize, 129, 80).then(in_layout(tiles)),
             // Every value, with the scale 1 and divided by a scale that is not a power of two; each
             // code with each scale.
-            scaled(1.0, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            scaled(0.3, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
+            plain(Quantize, 70, 512).then(holding(Contents::EveryNumber)).then(scaled(1.0)),
+            plain(Quantize, 70, 512).then(holding(Contents::EveryNumber)).then(scaled(0.3)),
             // A divisor for which a product with the inverse falls on the other side of 0.75, 2.5
             // and 3.5 than the quotient.
-            scaled(0.5104167, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            scaled(0.97499996, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            scaled(0.8392858, holding(Contents::EveryNumber, plain(Quantize, 70, 512))),
-            scaled(1.0, holding(Contents::EveryNumber, f32s(plain(Quantize, 70, 512)))),
-            scaled(1.0, holding(Contents::EveryNumber, plain(Dequantize, 8, 1024))),
-            scaled(0.3, holding(Contents::EveryNumber, f32s(plain(Dequantize, 8, 1024)))),
+            plain(Quantize, 70, 512).then(holding(Contents::EveryNumber)).then(scaled(0.5104167)),
+            plain(Quantize, 70, 512).then(holding(Contents::EveryNumber)).then(scaled(0.97499996)),
+            plain(Quantize, 70, 512).then(holding(Contents::EveryNumber)).then(scaled(0.8392858)),
+            plain(Quantize, 70, 512)
+                .then(f32s)
+                .then(holding(Contents::EveryNumber))
+                .then(scaled(1.0)),
+            plain(Dequantize, 8, 1024).then(holding(Contents::EveryNumber)).then(scaled(1.0)),
+            plain(Dequantize, 8, 1024)
+                .then(f32s)
+                .then(holding(Contents::EveryNumber))
+                .then(scaled(0.3)),
             // Scales of groups that are 0 or the largest, and products of both levels outside
             // fp32's range.
-            scaled(64.0, plain(Quantize, 5, 256)),
-            scaled(1e-5, plain(Quantize, 5, 256)),
-            scaled(1e-44, plain(Quantize, 5, 256)),
-            scaled(3e38, plain(Quantize, 5, 256)),
+            plain(Quantize, 5, 256).then(scaled(64.0)),
+            plain(Quantize, 5, 256).then(scaled(1e-5)),
+            plain(Quantize, 5, 256).then(scaled(1e-44)),
+            plain(Quantize, 5, 256).then(scaled(3e38)),
             // Quotients that overflow.
-            QuantizeNvfp4Case {
-                data: Data::normal(1e37),
-                ..scaled(1e-23, plain(Quantize, 5, 256))
-            },
+            plain(Quantize, 5, 256).then(scaled(1e-23)).with(|case| case.data = Data::normal(1e37)),
             // More data than one round of the blocks that find the maximum.
             plain(GlobalScale, 8200, 2),
-            holding(Contents::NotFinite, plain(GlobalScale, 9, 512)),
-            QuantizeNvfp4Case { data: Data::normal(1e-40), ..f32s(plain(GlobalScale, 3, 64)) },
+            plain(GlobalScale, 9, 512).then(holding(Contents::NotFinite)),
+            plain(GlobalScale, 3, 64).then(f32s).with(|case| case.data = Data::normal(1e-40)),
         ];
         for contents in [Contents::Ties, Contents::Corners, Contents::Amax, Contents::NotFinite] {
-            cases.push(scaled(0.0625, holding(contents, plain(Quantize, 9, 512))));
-            cases.push(scaled(0.0625, holding(contents, f32s(plain(Quantize, 9, 330)))));
+            cases.push(plain(Quantize, 9, 512).then(holding(contents)).then(scaled(0.0625)));
+            cases.push(
+                plain(Quantize, 9, 330).then(f32s).then(holding(contents)).then(scaled(0.0625)),
+            );
         }
-        cases.push(scaled(0.37, holding(Contents::Ties, f32s(plain(Quantize, 9, 512)))));
+        cases.push(
+            plain(Quantize, 9, 512).then(f32s).then(holding(Contents::Ties)).then(scaled(0.37)),
+        );
         if profile == Profile::Full {
             cases.extend([
                 plain(Quantize, 1000, 4096),
-                in_layout(tiles, plain(Dequantize, 1000, 4096)),
+                plain(Dequantize, 1000, 4096).then(in_layout(tiles)),
             ]);
             cases.push(plain(GlobalScale, 3000, 7168));
         }

@@ -201,27 +201,32 @@ impl Operator for MtpInput {
 
     fn typical() -> Vec<MtpInputCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 24), plain(3, 13), MtpInputCase { quantized: true, ..plain(5, 144) }]
+        vec![plain(5, 24), plain(3, 13), plain(5, 144).with(|case| case.quantized = true)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MtpInputCase> {
         let coded = |case| MtpInputCase { quantized: true, ..case };
         let mut cases = vec![
             plain(0, 24),
-            coded(plain(0, 24)),
+            plain(0, 24).then(coded),
             plain(1, 8),
             // More tokens than small tiles have; more streams than they have.
             plain(18, 40),
             plain(4, 7),
             // Split-k.
             plain(2, 264),
-            coded(plain(1, 131)),
-            coded(plain(18, 32)),
-            coded(plain(2, 584)),
+            plain(1, 131).then(coded),
+            plain(18, 32).then(coded),
+            plain(2, 584).then(coded),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(2, 1032), plain(34, 1032), plain(50, 4096), coded(plain(1, 4096))]);
-            cases.extend([coded(plain(50, 4096)), coded(plain(7, 7168))]);
+            cases.extend([
+                plain(2, 1032),
+                plain(34, 1032),
+                plain(50, 4096),
+                plain(1, 4096).then(coded),
+            ]);
+            cases.extend([plain(50, 4096).then(coded), plain(7, 7168).then(coded)]);
         }
         cases
     }

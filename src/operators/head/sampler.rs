@@ -216,26 +216,25 @@ impl Operator for Sampler {
     }
 
     fn edge_cases(profile: Profile) -> Vec<SamplerCase> {
-        let mixed = |num_rows, vocab_size, filters| SamplerCase {
-            temperature: Temperature::Mixed,
-            ..plain(num_rows, vocab_size, filters)
+        let mixed = |num_rows, vocab_size, filters| {
+            plain(num_rows, vocab_size, filters).with(|case| case.temperature = Temperature::Mixed)
         };
-        let extreme = |filters| SamplerCase { words: Words::Extreme, ..plain(6, 44, filters) };
-        let faint = |num_rows, vocab_size, filters| SamplerCase {
-            words: Words::Faint,
-            ..plain(num_rows, vocab_size, filters)
+        let extreme = |filters| plain(6, 44, filters).with(|case| case.words = Words::Extreme);
+        let faint = |num_rows, vocab_size, filters| {
+            plain(num_rows, vocab_size, filters).with(|case| case.words = Words::Faint)
         };
-        let of = |logits, filters| SamplerCase { logits, ..plain(5, 41, filters) };
-        let last_is_largest = |num_rows, vocab_size| SamplerCase {
-            logits: Logits::Rising,
-            temperature: Temperature::Zero,
-            ..plain(num_rows, vocab_size, Filters::Absent)
+        let of = |logits, filters| plain(5, 41, filters).with(|case| case.logits = logits);
+        let last_is_largest = |num_rows, vocab_size| {
+            plain(num_rows, vocab_size, Filters::Absent).with(|case| {
+                case.logits = Logits::Rising;
+                case.temperature = Temperature::Zero;
+            })
         };
         let mut cases = vec![
             plain(0, 64, Filters::All),
             plain(1, 1, Filters::All),
             plain(4, 1, Filters::Absent),
-            SamplerCase { temperature: Temperature::Zero, ..plain(2, 61, Filters::Absent) },
+            plain(2, 61, Filters::Absent).with(|case| case.temperature = Temperature::Zero),
             mixed(9, 61, Filters::Absent),
             mixed(9, 64, Filters::All),
             plain(5, 300, Filters::TopK),
@@ -245,8 +244,14 @@ impl Operator for Sampler {
             extreme(Filters::Absent),
             extreme(Filters::TopK),
             // The first id of a row loses, and the weights of all others underflow.
-            SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopK) },
-            SamplerCase { num_rows: 18, temperature: Temperature::Mixed, ..extreme(Filters::TopP) },
+            extreme(Filters::TopK).with(|case| {
+                case.num_rows = 18;
+                case.temperature = Temperature::Mixed;
+            }),
+            extreme(Filters::TopP).with(|case| {
+                case.num_rows = 18;
+                case.temperature = Temperature::Mixed;
+            }),
             // Limits that skip one id, where the winner's share may be lost in the sum: listed, and
             // read for each race.
             faint(64, 44, Filters::TopK),
@@ -261,59 +266,56 @@ impl Operator for Sampler {
             faint(5, 40, Filters::Absent),
             // The only ids of a row's last warp are those of one access, staged but not yet listed
             // when the row ends.
-            SamplerCase { data: Data::normal(0.25), ..plain(200, 260, Filters::UsualTopP) },
+            plain(200, 260, Filters::UsualTopP).with(|case| case.data = Data::normal(0.25)),
             // The last id that a warp has listed is before the requested ones, and counts once.
-            SamplerCase { data: Data::normal(1.0), ..plain(200, 40, Filters::UsualTopP) },
+            plain(200, 40, Filters::UsualTopP).with(|case| case.data = Data::normal(1.0)),
             // Scores that only exact logarithms distinguish, for ids of one thread: in a row that
             // is raced, and in a list.
-            SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::Absent) },
-            SamplerCase { logits: Logits::Close, ..plain(24, 44, Filters::UsualTopP) },
+            plain(24, 44, Filters::Absent).with(|case| case.logits = Logits::Close),
+            plain(24, 44, Filters::UsualTopP).with(|case| case.logits = Logits::Close),
             // Larger logits in the second half of a thread's ids, so the sum of the first half must
             // be kept.
-            SamplerCase { data: Data::normal(2.0), ..plain(40, 2048, Filters::UsualTopP) },
+            plain(40, 2048, Filters::UsualTopP).with(|case| case.data = Data::normal(2.0)),
             // Blocks of either size, which list whole rows.
             plain(1, 2048, Filters::TopP),
-            SamplerCase { logits: Logits::Ties, ..plain(1, 2049, Filters::TopK) },
+            plain(1, 2049, Filters::TopK).with(|case| case.logits = Logits::Ties),
             // More ids than a block can list.
-            SamplerCase { logits: Logits::Equal, ..plain(1, 9200, Filters::TopP) },
+            plain(1, 9200, Filters::TopP).with(|case| case.logits = Logits::Equal),
             // A list that does not reach the end of the order, and one that does, for a long row.
-            SamplerCase { data: Data::normal(0.25), ..plain(1, 9200, Filters::TopP) },
-            SamplerCase { data: Data::normal(6.0), ..plain(1, 129_280, Filters::TopP) },
+            plain(1, 9200, Filters::TopP).with(|case| case.data = Data::normal(0.25)),
+            plain(1, 129_280, Filters::TopP).with(|case| case.data = Data::normal(6.0)),
             // Rows where every limit takes more than is listed, or ends within it; rows without a
             // dominant weight.
-            SamplerCase { data: Data::normal(0.25), ..plain(9, 9000, Filters::TopP) },
-            SamplerCase { data: Data::normal(0.25), ..plain(8, 9000, Filters::TopK) },
-            SamplerCase { data: Data::normal(0.25), ..plain(12, 9000, Filters::All) },
-            SamplerCase { logits: Logits::Equal, ..plain(9, 9000, Filters::MinP) },
+            plain(9, 9000, Filters::TopP).with(|case| case.data = Data::normal(0.25)),
+            plain(8, 9000, Filters::TopK).with(|case| case.data = Data::normal(0.25)),
+            plain(12, 9000, Filters::All).with(|case| case.data = Data::normal(0.25)),
+            plain(9, 9000, Filters::MinP).with(|case| case.logits = Logits::Equal),
             // More large logits than one warp can collect.
-            SamplerCase { logits: Logits::Crowded, ..plain(2, 60_000, Filters::TopP) },
+            plain(2, 60_000, Filters::TopP).with(|case| case.logits = Logits::Crowded),
             // The order ends among a few ids that are larger than any that a kernel may have read
             // first.
-            SamplerCase {
-                logits: Logits::Few,
-                data: Data::normal(3.0),
-                ..plain(10, 30_000, Filters::UsualTopP)
-            },
+            plain(10, 30_000, Filters::UsualTopP).with(|case| {
+                case.logits = Logits::Few;
+                case.data = Data::normal(3.0);
+            }),
             // The best score of some rows is far below 0.
-            SamplerCase { logits: Logits::Rising, ..mixed(9, 300, Filters::Absent) },
+            mixed(9, 300, Filters::Absent).with(|case| case.logits = Logits::Rising),
             // Rows of several tiles: the largest logit last, NaN and infinities, and no filter.
-            SamplerCase { logits: Logits::Rising, ..plain(2, 20_000, Filters::TopP) },
-            SamplerCase { logits: Logits::NotFinite, ..plain(2, 20_001, Filters::All) },
+            plain(2, 20_000, Filters::TopP).with(|case| case.logits = Logits::Rising),
+            plain(2, 20_001, Filters::All).with(|case| case.logits = Logits::NotFinite),
             // NaN in every load of a thread, whose weights are not in the sum.
-            SamplerCase { logits: Logits::NotANumber, ..plain(20, 2000, Filters::UsualTopP) },
+            plain(20, 2000, Filters::UsualTopP).with(|case| case.logits = Logits::NotANumber),
             // A temperature at which logits of 100 leave only a whole number of a score after
             // rounding. Among equal ones the lowest id wins, in any order of arrival.
-            SamplerCase {
-                logits: Logits::Equal,
-                data: Data::normal(100.0),
-                ..mixed(36, 300, Filters::UsualTopP)
-            },
+            mixed(36, 300, Filters::UsualTopP).with(|case| {
+                case.logits = Logits::Equal;
+                case.data = Data::normal(100.0);
+            }),
             // The same for a row that is raced, tile after tile.
-            SamplerCase {
-                logits: Logits::Equal,
-                data: Data::normal(100.0),
-                ..mixed(18, 9000, Filters::Absent)
-            },
+            mixed(18, 9000, Filters::Absent).with(|case| {
+                case.logits = Logits::Equal;
+                case.data = Data::normal(100.0);
+            }),
             plain(2, 20_000, Filters::Absent),
         ];
         let logits =

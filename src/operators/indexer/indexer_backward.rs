@@ -186,8 +186,8 @@ impl Operator for IndexerBackward {
         };
         vec![
             IndexerBackwardCase::of(within, 21),
-            summed(IndexerBackwardCase { weight: Float::Bf16, ..causal(4, 17, 33, 2) }),
-            summed(selected(3, 5, 20, 19)),
+            causal(4, 17, 33, 2).with(|case| case.weight = Float::Bf16).then(summed),
+            selected(3, 5, 20, 19).then(summed),
         ]
     }
 
@@ -198,11 +198,11 @@ impl Operator for IndexerBackward {
         };
         let mut cases = vec![
             selected(0, 4, 9, 5),
-            summed(causal(0, 4, 9, 4)),
+            causal(0, 4, 9, 4).then(summed),
             selected(3, 5, 0, 7),
-            summed(selected(3, 5, 0, 7)),
+            selected(3, 5, 0, 7).then(summed),
             causal(3, 5, 0, 4),
-            summed(selected(2, 3, 11, 0)),
+            selected(2, 3, 11, 0).then(summed),
             selected(2, 3, 11, 0),
             causal(1, 1, 1, 1),
             selected(2, 64, 90, 140),
@@ -216,7 +216,7 @@ impl Operator for IndexerBackward {
                 lengths: Lengths::Within,
                 ..keys
             }),
-            keys(summed(selected(9, 5, 60, 65)), |keys| RankedKeys {
+            keys(selected(9, 5, 60, 65).then(summed), |keys| RankedKeys {
                 packed: true,
                 global: true,
                 ..keys
@@ -225,7 +225,7 @@ impl Operator for IndexerBackward {
                 indices: IndexClass::Duplicates,
                 ..keys
             }),
-            keys(summed(selected(7, 3, 1, 120)), |keys| RankedKeys {
+            keys(selected(7, 3, 1, 120).then(summed), |keys| RankedKeys {
                 indices: IndexClass::Duplicates,
                 ..keys
             }),
@@ -237,25 +237,24 @@ impl Operator for IndexerBackward {
             keys(causal(13, 5, 9, 3), |keys| RankedKeys { q_off: false, ..keys }),
             // Keys after the last column.
             keys(causal(9, 6, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
-            keys(summed(causal(9, 6, 90, 1)), |keys| RankedKeys {
+            keys(causal(9, 6, 90, 1).then(summed), |keys| RankedKeys {
                 packed: true,
                 left_out: 40,
                 ..keys
             }),
-            summed(causal(5, 40, 200, 1)),
-            IndexerBackwardCase { nothing_passes: true, ..selected(3, 24, 40, 70) },
-            IndexerBackwardCase {
-                query_exponent: -20,
-                weight: Float::Bf16,
-                sm_scale: 0.3,
-                ..selected(3, 20, 40, 70)
-            },
+            causal(5, 40, 200, 1).then(summed),
+            selected(3, 24, 40, 70).with(|case| case.nothing_passes = true),
+            selected(3, 20, 40, 70).with(|case| {
+                case.query_exponent = -20;
+                case.weight = Float::Bf16;
+                case.sm_scale = 0.3;
+            }),
         ];
         if profile == Profile::Full {
             cases.extend([
                 selected(12, 64, 4096, 512),
                 selected(6, 64, 4096, 1024),
-                summed(selected(8, 64, 2000, 1024)),
+                selected(8, 64, 2000, 1024).then(summed),
             ]);
             cases.push(causal(8, 64, 1500, 1));
         }

@@ -260,12 +260,11 @@ impl Operator for IndexerDistillation {
         let packed = RankedKeys { packed: true, ..RankedKeys::causal(9, 40, 1) };
         vec![
             of(RankedKeys::causal(6, 24, 2), 8),
-            IndexerDistillationCase {
-                form: Form::Exact,
-                reduction: Reduction::Sum,
-                index_heads: 17,
-                ..of(packed, 7)
-            },
+            of(packed, 7).with(|case| {
+                case.form = Form::Exact;
+                case.reduction = Reduction::Sum;
+                case.index_heads = 17;
+            }),
         ]
     }
 
@@ -277,24 +276,21 @@ impl Operator for IndexerDistillation {
             // Rows that are all incomplete, and lists longer than the number of keys.
             of(RankedKeys { q_off: false, ..causal(13, 13, 1) }, 16),
             of(RankedKeys { q_off: false, ..causal(9, 40, 4) }, 48),
-            IndexerDistillationCase {
-                index_heads: 64,
-                num_heads: 17,
-                ..of(RankedKeys { packed: true, ..causal(14, 150, 1) }, 33)
-            },
-            IndexerDistillationCase {
-                index_heads: 32,
-                num_heads: 66,
-                form: Form::Exact,
-                ..of(causal(5, 70, 2), 32)
-            },
+            of(RankedKeys { packed: true, ..causal(14, 150, 1) }, 33).with(|case| {
+                case.index_heads = 64;
+                case.num_heads = 17;
+            }),
+            of(causal(5, 70, 2), 32).with(|case| {
+                case.index_heads = 32;
+                case.num_heads = 66;
+                case.form = Form::Exact;
+            }),
         ];
         if profile == Profile::Full {
-            cases.push(IndexerDistillationCase {
-                index_heads: 64,
-                num_heads: 64,
-                ..of(causal(16, 2048, 1), 512)
-            });
+            cases.push(of(causal(16, 2048, 1), 512).with(|case| {
+                case.index_heads = 64;
+                case.num_heads = 64;
+            }));
         }
         cases
     }

@@ -435,93 +435,101 @@ impl Operator for IndexerLogits {
         let unclean = |case| IndexerLogitsCase { clean_logits: false, ..case };
         vec![
             flat(5, 5, 70, Operands::E4m3),
-            IndexerLogitsCase { packed: true, ..causal(9, 17, 90, Operands::Bf16, 2) },
-            unclean(paged(2, 2, 3, 100, Operands::E2m1)),
-            hopper(paged(2, 1, 40, 70, Operands::E4m3)),
-            hopper(unclean(flat(3, 33, 66, Operands::E2m1))),
+            causal(9, 17, 90, Operands::Bf16, 2).with(|case| case.packed = true),
+            paged(2, 2, 3, 100, Operands::E2m1).then(unclean),
+            paged(2, 1, 40, 70, Operands::E4m3).then(hopper),
+            flat(3, 33, 66, Operands::E2m1).then(unclean).then(hopper),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<IndexerLogitsCase> {
-        let of = |case: IndexerLogitsCase, lengths| IndexerLogitsCase { lengths, ..case };
+        let of = |lengths| move |case: IndexerLogitsCase| IndexerLogitsCase { lengths, ..case };
         let any = |case| IndexerLogitsCase { codes: Codes::Any, ..case };
         let [bf16, e4m3, e2m1] = Operands::ALL;
         let mut cases = vec![
             flat(0, 4, 9, bf16),
             flat(3, 4, 0, e4m3),
             paged(0, 2, 4, 70, e4m3),
-            IndexerLogitsCase { num_pages: 0, ..paged(2, 1, 4, 70, e4m3) },
-            IndexerLogitsCase { columns: 0, ..flat(3, 4, 9, bf16) },
+            paged(2, 1, 4, 70, e4m3).with(|case| case.num_pages = 0),
+            flat(3, 4, 9, bf16).with(|case| case.columns = 0),
             flat(1, 1, 1, e4m3),
             // All keys, of every operand type; empty ranges, ranges beyond the keys and beyond the
             // columns.
-            any(of(flat(5, 64, 200, e4m3), Lengths::Absent)),
-            any(of(flat(5, 64, 200, e2m1), Lengths::Absent)),
-            of(flat(5, 64, 200, bf16), Lengths::Absent),
-            of(flat(13, 20, 140, e4m3), Lengths::Hostile),
-            IndexerLogitsCase { columns: 75, ..of(flat(13, 9, 140, bf16), Lengths::Hostile) },
-            IndexerLogitsCase {
-                columns: 300,
-                clean_logits: false,
-                ..of(flat(7, 20, 140, e2m1), Lengths::Hostile)
-            },
+            flat(5, 64, 200, e4m3).then(of(Lengths::Absent)).then(any),
+            flat(5, 64, 200, e2m1).then(of(Lengths::Absent)).then(any),
+            flat(5, 64, 200, bf16).then(of(Lengths::Absent)),
+            flat(13, 20, 140, e4m3).then(of(Lengths::Hostile)),
+            flat(13, 9, 140, bf16).then(of(Lengths::Hostile)).with(|case| case.columns = 75),
+            flat(7, 20, 140, e2m1).then(of(Lengths::Hostile)).with(|case| {
+                case.columns = 300;
+                case.clean_logits = false;
+            }),
             // Limits that cross a tile between the tokens of one block.
             causal(33, 8, 140, bf16, 1),
-            IndexerLogitsCase {
-                packed: true,
-                weights: Float::Bf16,
-                ..causal(14, 32, 300, bf16, 4)
-            },
-            IndexerLogitsCase { q_off: false, clean_logits: false, ..causal(13, 5, 9, e4m3, 3) },
-            IndexerLogitsCase { columns: 64, ..causal(9, 64, 200, e2m1, 2) },
+            causal(14, 32, 300, bf16, 4).with(|case| {
+                case.packed = true;
+                case.weights = Float::Bf16;
+            }),
+            causal(13, 5, 9, e4m3, 3).with(|case| {
+                case.q_off = false;
+                case.clean_logits = false;
+            }),
+            causal(9, 64, 200, e2m1, 2).with(|case| case.columns = 64),
             // More tokens than keys in a sequence, whose ends may be outside the tensor.
-            IndexerLogitsCase {
-                packed: true,
-                q_off: false,
-                clean_logits: false,
-                ..causal(8, 64, 1, bf16, 1)
-            },
+            causal(8, 64, 1, bf16, 1).with(|case| {
+                case.packed = true;
+                case.q_off = false;
+                case.clean_logits = false;
+            }),
             // Pages of both sizes, a separate length for each token, lengths beyond the table.
-            of(paged(2, 3, 64, 150, e4m3), Lengths::Hostile),
-            IndexerLogitsCase { table_pages: 1, ..of(paged(3, 1, 33, 150, e2m1), Lengths::Absent) },
-            any(IndexerLogitsCase { page_size: 32, table_pages: 5, ..paged(3, 2, 8, 150, e4m3) }),
-            IndexerLogitsCase {
-                page_size: 32,
-                table_pages: 5,
-                clean_logits: false,
-                ..paged(3, 2, 64, 140, e2m1)
-            },
+            paged(2, 3, 64, 150, e4m3).then(of(Lengths::Hostile)),
+            paged(3, 1, 33, 150, e2m1).then(of(Lengths::Absent)).with(|case| case.table_pages = 1),
+            paged(3, 2, 8, 150, e4m3)
+                .with(|case| {
+                    case.page_size = 32;
+                    case.table_pages = 5;
+                })
+                .then(any),
+            paged(3, 2, 64, 140, e2m1).with(|case| {
+                case.page_size = 32;
+                case.table_pages = 5;
+                case.clean_logits = false;
+            }),
             paged(2, 2, 12, 100, bf16),
             // One work tile of many tiles: each consumer reuses its stages. Work tiles of which
             // some have no keys.
-            hopper(any(of(flat(2, 64, 5200, e4m3), Lengths::Absent))),
-            hopper(of(flat(2, 64, 2600, bf16), Lengths::Absent)),
-            hopper(any(of(flat(2, 33, 1200, e2m1), Lengths::Absent))),
-            hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 140, bf16, 4) }),
-            hopper(IndexerLogitsCase { q_off: false, ..causal(33, 17, 140, e4m3, 3) }),
-            hopper(of(flat(13, 20, 140, e2m1), Lengths::Hostile)),
+            flat(2, 64, 5200, e4m3).then(of(Lengths::Absent)).then(any).then(hopper),
+            flat(2, 64, 2600, bf16).then(of(Lengths::Absent)).then(hopper),
+            flat(2, 33, 1200, e2m1).then(of(Lengths::Absent)).then(any).then(hopper),
+            causal(33, 64, 140, bf16, 4).with(|case| case.packed = true).then(hopper),
+            causal(33, 17, 140, e4m3, 3).with(|case| case.q_off = false).then(hopper),
+            flat(13, 20, 140, e2m1).then(of(Lengths::Hostile)).then(hopper),
             // More work tiles than blocks, with decoded codes.
-            hopper(IndexerLogitsCase { packed: true, ..causal(33, 64, 300, e2m1, 1) }),
-            hopper(of(flat(23, 20, 140, e2m1), Lengths::Absent)),
-            hopper(IndexerLogitsCase {
-                clean_logits: false,
-                ..of(flat(9, 32, 200, bf16), Lengths::Hostile)
-            }),
+            causal(33, 64, 300, e2m1, 1).with(|case| case.packed = true).then(hopper),
+            flat(23, 20, 140, e2m1).then(of(Lengths::Absent)).then(hopper),
+            flat(9, 32, 200, bf16)
+                .then(of(Lengths::Hostile))
+                .with(|case| case.clean_logits = false)
+                .then(hopper),
             // One token and two, of both widths and every type.
-            hopper(of(paged(3, 1, 64, 150, bf16), Lengths::Hostile)),
-            hopper(of(paged(3, 1, 20, 150, bf16), Lengths::Absent)),
-            hopper(of(paged(3, 2, 64, 150, e4m3), Lengths::Hostile)),
-            hopper(any(IndexerLogitsCase {
-                page_size: 32,
-                table_pages: 5,
-                ..paged(3, 2, 32, 150, e4m3)
-            })),
-            hopper(any(IndexerLogitsCase {
-                page_size: 32,
-                table_pages: 5,
-                ..paged(3, 1, 64, 150, e2m1)
-            })),
-            hopper(paged(2, 1, 8, 100, e2m1)),
+            paged(3, 1, 64, 150, bf16).then(of(Lengths::Hostile)).then(hopper),
+            paged(3, 1, 20, 150, bf16).then(of(Lengths::Absent)).then(hopper),
+            paged(3, 2, 64, 150, e4m3).then(of(Lengths::Hostile)).then(hopper),
+            paged(3, 2, 32, 150, e4m3)
+                .with(|case| {
+                    case.page_size = 32;
+                    case.table_pages = 5;
+                })
+                .then(any)
+                .then(hopper),
+            paged(3, 1, 64, 150, e2m1)
+                .with(|case| {
+                    case.page_size = 32;
+                    case.table_pages = 5;
+                })
+                .then(any)
+                .then(hopper),
+            paged(2, 1, 8, 100, e2m1).then(hopper),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());

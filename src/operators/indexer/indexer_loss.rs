@@ -306,14 +306,21 @@ impl Operator for IndexerLoss {
             IndexerLossCase { keys, ..case }
         };
         vec![
-            within(IndexerLossCase {
-                reduction: Reduction::MeanOfRealRows,
-                row_mask: true,
-                ..sparse(7, 60, 24)
+            sparse(7, 60, 24)
+                .with(|case| {
+                    case.reduction = Reduction::MeanOfRealRows;
+                    case.row_mask = true;
+                })
+                .then(within),
+            dense(5, 33, 2).with(|case| {
+                case.form = Form::Exact;
+                case.with_kl = false;
             }),
-            IndexerLossCase { form: Form::Exact, with_kl: false, ..dense(5, 33, 2) },
-            IndexerLossCase { together: true, lse_given: true, ..dense(6, 28, 1) },
-            IndexerLossCase { together: true, ..sparse(4, 21, 19) },
+            dense(6, 28, 1).with(|case| {
+                case.together = true;
+                case.lse_given = true;
+            }),
+            sparse(4, 21, 19).with(|case| case.together = true),
         ]
     }
 
@@ -324,10 +331,16 @@ impl Operator for IndexerLoss {
             ..case
         };
         let low = |case| IndexerLossCase { target: TargetClass::OnLowLogits, ..case };
-        let wide = |logit_deviation, case| IndexerLossCase { logit_deviation, ..low(case) };
+        let wide = |logit_deviation| {
+            move |case| low(case).with(|case| case.logit_deviation = logit_deviation)
+        };
         let exact = |case| IndexerLossCase { form: Form::Exact, ..case };
-        let at_the_clip =
-            |case| IndexerLossCase { logits: LogitClass::AtTheClip, lse_given: true, ..low(case) };
+        let at_the_clip = |case| {
+            low(case).with(|case| {
+                case.logits = LogitClass::AtTheClip;
+                case.lse_given = true;
+            })
+        };
         let in_place =
             |case| IndexerLossCase { together: true, aliasing: Aliasing::InPlace, ..case };
         let empty = |case| IndexerLossCase { target: TargetClass::EmptyRows, ..case };
@@ -338,79 +351,80 @@ impl Operator for IndexerLoss {
         let garbage = |case| IndexerLossCase { masked: Masked::Garbage, ..case };
         vec![
             sparse(0, 9, 5),
-            garbage(real(dense(0, 9, 4))),
+            dense(0, 9, 4).then(real).then(garbage),
             sparse(3, 0, 7),
             dense(3, 0, 4),
-            sum(sparse(2, 11, 0)),
+            sparse(2, 11, 0).then(sum),
             dense(1, 1, 1),
             keys(sparse(7, 40, 70), |keys| RankedKeys { indices: IndexClass::EmptyRows, ..keys }),
-            keys(garbage(real(sparse(9, 60, 65))), |keys| RankedKeys {
+            keys(sparse(9, 60, 65).then(real).then(garbage), |keys| RankedKeys {
                 packed: true,
                 lengths: Lengths::Within,
                 ..keys
             }),
-            keys(sum(sparse(9, 60, 64)), |keys| RankedKeys { packed: true, global: true, ..keys }),
+            keys(sparse(9, 60, 64).then(sum), |keys| RankedKeys {
+                packed: true,
+                global: true,
+                ..keys
+            }),
             keys(sparse(7, 23, 70), |keys| RankedKeys { lengths: Lengths::Hostile, ..keys }),
-            keys(garbage(real(exact(dense(11, 90, 4)))), |keys| RankedKeys {
+            keys(dense(11, 90, 4).then(exact).then(real).then(garbage), |keys| RankedKeys {
                 packed: true,
                 ..keys
             }),
-            keys(exact(dense(13, 9, 3)), |keys| RankedKeys { q_off: false, ..keys }),
+            keys(dense(13, 9, 3).then(exact), |keys| RankedKeys { q_off: false, ..keys }),
             // Keys after the last column.
             keys(dense(11, 90, 1), |keys| RankedKeys { packed: true, left_out: 40, ..keys }),
-            wide(15.0, sparse(3, 60, 128)),
-            wide(100.0, dense(4, 128, 1)),
-            exact(wide(100.0, in_place(sparse(4, 90, 128)))),
-            at_the_clip(dense(6, 40, 1)),
-            at_the_clip(in_place(sparse(5, 40, 64))),
-            IndexerLossCase {
-                target: TargetClass::Peaked,
-                masked: Masked::Clean,
-                ..exact(dense(5, 50, 1))
-            },
-            empty(dense(6, 33, 1)),
-            exact(empty(sparse(6, 33, 40))),
-            in_place(dense(5, 64, 1)),
+            sparse(3, 60, 128).then(wide(15.0)),
+            dense(4, 128, 1).then(wide(100.0)),
+            sparse(4, 90, 128).then(in_place).then(wide(100.0)).then(exact),
+            dense(6, 40, 1).then(at_the_clip),
+            sparse(5, 40, 64).then(in_place).then(at_the_clip),
+            dense(5, 50, 1).then(exact).with(|case| {
+                case.target = TargetClass::Peaked;
+                case.masked = Masked::Clean;
+            }),
+            dense(6, 33, 1).then(empty),
+            sparse(6, 33, 40).then(empty).then(exact),
+            dense(5, 64, 1).then(in_place),
             // Sums that are the quotient's operands directly, and sums that are first scaled
             // towards 1.
-            IndexerLossCase { score_exponent: -60, ..dense(5, 40, 1) },
-            IndexerLossCase { score_exponent: -90, ..dense(5, 40, 1) },
-            IndexerLossCase { score_exponent: 60, ..dense(5, 40, 1) },
-            IndexerLossCase { loss_coeff: 0.0, ..sparse(4, 30, 33) },
-            IndexerLossCase { loss_coeff: 0.0, ..in_place(dense(4, 32, 1)) },
-            IndexerLossCase {
-                with_kl: false,
-                row_mask: true,
-                lse_given: true,
-                ..sparse(5, 70, 96)
-            },
+            dense(5, 40, 1).with(|case| case.score_exponent = -60),
+            dense(5, 40, 1).with(|case| case.score_exponent = -90),
+            dense(5, 40, 1).with(|case| case.score_exponent = 60),
+            sparse(4, 30, 33).with(|case| case.loss_coeff = 0.0),
+            dense(4, 32, 1).then(in_place).with(|case| case.loss_coeff = 0.0),
+            sparse(5, 70, 96).with(|case| {
+                case.with_kl = false;
+                case.row_mask = true;
+                case.lse_given = true;
+            }),
             // More rows than threads of the sum, and more than these load at once.
-            IndexerLossCase { row_mask: true, ..sparse(1100, 9, 4) },
-            real(sparse(4200, 9, 4)),
+            sparse(1100, 9, 4).with(|case| case.row_mask = true),
+            sparse(4200, 9, 4).then(real),
             // Blocks of each size, rows that just fit, and rows that no block holds.
             sparse(3, 900, 600),
-            garbage(sparse(2, 3000, 1025)),
-            garbage(dense(2, 1500, 1)),
-            IndexerLossCase { together: true, ..dense(2, 4100, 1) },
+            sparse(2, 3000, 1025).then(garbage),
+            dense(2, 1500, 1).then(garbage),
+            dense(2, 4100, 1).with(|case| case.together = true),
             // Warps whose slots are all valid, with and without clipped or raised entries, and next
             // to other warps.
-            whole(sparse(3, 900, 512)),
-            exact(whole(sparse(2, 1100, 1024))),
-            wide(60.0, whole(sparse(2, 1100, 1024))),
-            at_the_clip(in_place(whole(sparse(2, 1100, 1024)))),
-            IndexerLossCase {
-                target: TargetClass::Peaked,
-                masked: Masked::Clean,
-                ..whole(sparse(2, 1100, 1024))
-            },
-            keys(garbage(whole(sparse(5, 1100, 1024))), |keys| RankedKeys {
+            sparse(3, 900, 512).then(whole),
+            sparse(2, 1100, 1024).then(whole).then(exact),
+            sparse(2, 1100, 1024).then(whole).then(wide(60.0)),
+            sparse(2, 1100, 1024).then(whole).then(in_place).then(at_the_clip),
+            sparse(2, 1100, 1024).then(whole).with(|case| {
+                case.target = TargetClass::Peaked;
+                case.masked = Masked::Clean;
+            }),
+            keys(sparse(5, 1100, 1024).then(whole).then(garbage), |keys| RankedKeys {
                 lengths: Lengths::Within,
                 ..keys
             }),
-            wide(60.0, dense(3, 1024, 1)),
+            dense(3, 1024, 1).then(wide(60.0)),
             sparse(1, 900, 8192),
-            exact(dense(1, 8193, 1)),
-            in_place(sparse(1, 900, 8200)),
+            dense(1, 8193, 1).then(exact),
+            sparse(1, 900, 8200).then(in_place),
         ]
     }
 

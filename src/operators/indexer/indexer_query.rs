@@ -151,8 +151,8 @@ impl Operator for IndexerQuery {
             |case| IndexerQueryCase { table: TableForm::Positions, table_rows: 9, ..case };
         vec![
             plain(3, 5, Stored::Values),
-            positions(plain(4, 3, Stored::E2m1)),
-            IndexerQueryCase { weights: Float::F32, ..positions(plain(2, 17, Stored::E4m3)) },
+            plain(4, 3, Stored::E2m1).then(positions),
+            plain(2, 17, Stored::E4m3).then(positions).with(|case| case.weights = Float::F32),
         ]
     }
 
@@ -163,16 +163,20 @@ impl Operator for IndexerQuery {
             .into_iter()
             .flat_map(|(tokens, heads)| Stored::ALL.map(|stored| plain(tokens, heads, stored)))
             .collect();
-        let hostile = |stored| IndexerQueryCase {
-            table: TableForm::HostilePositions,
-            table_rows: 5,
-            ..plain(9, 3, stored)
+        let hostile = |stored| {
+            plain(9, 3, stored).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            })
         };
         cases.extend(Stored::ALL.map(hostile));
         // Around the floors of the scales, and at their largest values.
         for (stored, exponent) in [(Stored::E2m1, -125), (Stored::E4m3, -13), (Stored::E4m3, 118)] {
             let data = Data { magnitude: 2f64.powi(exponent), ..Data::normal(1.0) };
-            cases.push(IndexerQueryCase { data, weights: Float::F32, ..plain(5, 5, stored) });
+            cases.push(plain(5, 5, stored).with(|case| {
+                case.data = data;
+                case.weights = Float::F32;
+            }));
         }
         if profile == Profile::Full {
             cases.extend(Stored::ALL.map(|stored| plain(300, 64, stored)));

@@ -175,8 +175,8 @@ impl Operator for IndexerRecompute {
             packed: true,
             ..RankedKeys::selected(5, 40, 170)
         };
-        let few = IndexerRecomputeCase { weight: Float::Bf16, ..selected(3, 5, 20, 19) };
-        vec![of(within.clone(), 21), few.clone(), hopper(of(within, 21)), hopper(few)]
+        let few = selected(3, 5, 20, 19).with(|case| case.weight = Float::Bf16);
+        vec![of(within.clone(), 21), few.clone(), of(within, 21).then(hopper), hopper(few)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<IndexerRecomputeCase> {

@@ -383,12 +383,11 @@ impl Operator for ScoreRecompute {
     fn typical() -> Vec<ScoreRecomputeCase> {
         let (selected, causal) = (ScoreRecomputeCase::selected, ScoreRecomputeCase::causal);
         vec![
-            ScoreRecomputeCase {
-                recomputed: true,
-                lengths: Lengths::Within,
-                ..selected(4, 5, 64, 40, 60)
-            },
-            hopper(ScoreRecomputeCase { packed: true, ..causal(9, 17, 64, 90, 4) }),
+            selected(4, 5, 64, 40, 60).with(|case| {
+                case.recomputed = true;
+                case.lengths = Lengths::Within;
+            }),
+            causal(9, 17, 64, 90, 4).with(|case| case.packed = true).then(hopper),
         ]
     }
 
@@ -398,117 +397,111 @@ impl Operator for ScoreRecompute {
         let mut cases = vec![
             selected(0, 4, 64, 9, 5),
             causal(0, 4, 64, 9, 4),
-            ScoreRecomputeCase {
-                indices: IndexClass::Valid,
-                recomputed: true,
-                ..selected(3, 5, 64, 0, 7)
-            },
+            selected(3, 5, 64, 0, 7).with(|case| {
+                case.indices = IndexClass::Valid;
+                case.recomputed = true;
+            }),
             causal(3, 5, 64, 0, 4),
             selected(2, 3, 64, 11, 0),
-            ScoreRecomputeCase {
-                indices: IndexClass::LeadingMasked,
-                recomputed: true,
-                logit_shift: -200.0,
-                ..selected(3, 5, 64, 30, 270)
-            },
-            hopper(ScoreRecomputeCase {
-                indices: IndexClass::Valid,
-                recomputed: true,
-                logit_shift: -200.0,
-                ..selected(3, 5, 512, 30, 270)
+            selected(3, 5, 64, 30, 270).with(|case| {
+                case.indices = IndexClass::LeadingMasked;
+                case.recomputed = true;
+                case.logit_shift = -200.0;
             }),
+            selected(3, 5, 512, 30, 270)
+                .with(|case| {
+                    case.indices = IndexClass::Valid;
+                    case.recomputed = true;
+                    case.logit_shift = -200.0;
+                })
+                .then(hopper),
             // Far from 0, and more heads than one row of products. This detects a running maximum
             // that does not start at -inf.
-            ScoreRecomputeCase {
-                indices: IndexClass::Valid,
-                recomputed: true,
-                logit_shift: -200.0,
-                ..selected(1, 17, 64, 30, 130)
-            },
-            ScoreRecomputeCase {
-                lengths: Lengths::Hostile,
-                sinks: Sinks::Extreme,
-                ..selected(7, 10, 64, 23, 70)
-            },
-            ScoreRecomputeCase {
-                packed: true,
-                lengths: Lengths::Within,
-                ..selected(9, 24, 64, 60, 65)
-            },
-            ScoreRecomputeCase {
-                packed: true,
-                global: true,
-                indices: IndexClass::Duplicates,
-                ..selected(9, 5, 64, 60, 65)
-            },
-            ScoreRecomputeCase {
-                outside: 300.0,
-                normaliser: joint,
-                padding_heads: 2,
-                ..selected(3, 5, 64, 40, 140)
-            },
-            ScoreRecomputeCase {
-                packed: true,
-                recomputed: true,
-                outside: 300.0,
-                ..causal(9, 5, 64, 400, 4)
-            },
+            selected(1, 17, 64, 30, 130).with(|case| {
+                case.indices = IndexClass::Valid;
+                case.recomputed = true;
+                case.logit_shift = -200.0;
+            }),
+            selected(7, 10, 64, 23, 70).with(|case| {
+                case.lengths = Lengths::Hostile;
+                case.sinks = Sinks::Extreme;
+            }),
+            selected(9, 24, 64, 60, 65).with(|case| {
+                case.packed = true;
+                case.lengths = Lengths::Within;
+            }),
+            selected(9, 5, 64, 60, 65).with(|case| {
+                case.packed = true;
+                case.global = true;
+                case.indices = IndexClass::Duplicates;
+            }),
+            selected(3, 5, 64, 40, 140).with(|case| {
+                case.outside = 300.0;
+                case.normaliser = joint;
+                case.padding_heads = 2;
+            }),
+            causal(9, 5, 64, 400, 4).with(|case| {
+                case.packed = true;
+                case.recomputed = true;
+                case.outside = 300.0;
+            }),
             // Keys after the last column.
-            ScoreRecomputeCase { packed: true, left_out: 40, seed: 3, ..causal(9, 5, 64, 200, 1) },
-            ScoreRecomputeCase {
-                normaliser: v32,
-                sinks: Sinks::Absent,
-                recomputed: true,
-                ..causal(5, 66, 64, 290, 1)
-            },
-            ScoreRecomputeCase {
-                q_off: false,
-                normaliser: v32,
-                sinks: Sinks::Absent,
-                ..causal(13, 5, 80, 9, 3)
-            },
-            ScoreRecomputeCase { recomputed: true, ..selected(2, 20, 64, 40, 50) },
-            ScoreRecomputeCase { recomputed: true, ..selected(2, 70, 64, 40, 50) },
-            ScoreRecomputeCase { recomputed: true, ..causal(7, 20, 64, 40, 2) },
+            causal(9, 5, 64, 200, 1).with(|case| {
+                case.packed = true;
+                case.left_out = 40;
+                case.seed = 3;
+            }),
+            causal(5, 66, 64, 290, 1).with(|case| {
+                case.normaliser = v32;
+                case.sinks = Sinks::Absent;
+                case.recomputed = true;
+            }),
+            causal(13, 5, 80, 9, 3).with(|case| {
+                case.q_off = false;
+                case.normaliser = v32;
+                case.sinks = Sinks::Absent;
+            }),
+            selected(2, 20, 64, 40, 50).with(|case| case.recomputed = true),
+            selected(2, 70, 64, 40, 50).with(|case| case.recomputed = true),
+            causal(7, 20, 64, 40, 2).with(|case| case.recomputed = true),
             // Fewer columns than a panel has.
             selected(2, 3, 32, 20, 30),
             selected(2, 5, 512, 50, 70),
-            ScoreRecomputeCase {
-                normaliser: v32,
-                sinks: Sinks::Absent,
-                ..selected(1, 66, 576, 33, 65)
-            },
+            selected(1, 66, 576, 33, 65).with(|case| {
+                case.normaliser = v32;
+                case.sinks = Sinks::Absent;
+            }),
             // Several tiles, the last one partial.
-            hopper(selected(1, 128, 512, 40, 270)),
-            hopper(ScoreRecomputeCase {
-                lengths: Lengths::Within,
-                ..selected(2, 64, 576, 40, 150)
-            }),
-            hopper(ScoreRecomputeCase {
-                indices: IndexClass::EmptyRows,
-                ..selected(3, 17, 64, 23, 70)
-            }),
-            hopper(ScoreRecomputeCase {
-                outside: 300.0,
-                padding_heads: 2,
-                ..selected(2, 40, 64, 40, 141)
-            }),
-            hopper(ScoreRecomputeCase {
-                outside: 300.0,
-                padding_heads: 2,
-                ..selected(2, 100, 64, 40, 300)
-            }),
-            hopper(ScoreRecomputeCase {
-                packed: true,
-                sinks: Sinks::Extreme,
-                ..causal(9, 17, 64, 200, 4)
-            }),
-            hopper(ScoreRecomputeCase {
-                outside: 300.0,
-                sinks: Sinks::Absent,
-                ..causal(3, 66, 128, 290, 1)
-            }),
-            hopper(selected(2, 70, 64, 11, 0)),
+            selected(1, 128, 512, 40, 270).then(hopper),
+            selected(2, 64, 576, 40, 150).with(|case| case.lengths = Lengths::Within).then(hopper),
+            selected(3, 17, 64, 23, 70)
+                .with(|case| case.indices = IndexClass::EmptyRows)
+                .then(hopper),
+            selected(2, 40, 64, 40, 141)
+                .with(|case| {
+                    case.outside = 300.0;
+                    case.padding_heads = 2;
+                })
+                .then(hopper),
+            selected(2, 100, 64, 40, 300)
+                .with(|case| {
+                    case.outside = 300.0;
+                    case.padding_heads = 2;
+                })
+                .then(hopper),
+            causal(9, 17, 64, 200, 4)
+                .with(|case| {
+                    case.packed = true;
+                    case.sinks = Sinks::Extreme;
+                })
+                .then(hopper),
+            causal(3, 66, 128, 290, 1)
+                .with(|case| {
+                    case.outside = 300.0;
+                    case.sinks = Sinks::Absent;
+                })
+                .then(hopper),
+            selected(2, 70, 64, 11, 0).then(hopper),
         ];
         if profile == Profile::Full {
             cases.extend(production_cases());

@@ -177,42 +177,49 @@ impl Operator for Topk {
     fn typical() -> Vec<TopkCase> {
         vec![
             plain(3, 70, 9),
-            TopkCase { index: Index::Paged, ..plain(3, 200, 40) },
-            TopkCase { index: Index::Offset, ..plain(2, 33, 32) },
+            plain(3, 200, 40).with(|case| case.index = Index::Paged),
+            plain(2, 33, 32).with(|case| case.index = Index::Offset),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<TopkCase> {
-        let all = TopkCase { lengths: Lengths::Absent, ..plain(2, 512, 512) };
-        let hostile = TopkCase { lengths: Lengths::Hostile, ..plain(9, 300, 64) };
+        let all = plain(2, 512, 512).with(|case| case.lengths = Lengths::Absent);
+        let hostile = plain(9, 300, 64).with(|case| case.lengths = Lengths::Hostile);
         // More ties than fit, rows of the longer blocks, and rows where a sample is ranked first.
-        let long =
-            TopkCase { lengths: Lengths::Absent, scores: Scores::Ties, ..plain(2, 60_000, 700) };
-        let longer = TopkCase { index: Index::Paged, ..plain(3, 4500, 512) };
+        let long = plain(2, 60_000, 700).with(|case| {
+            case.lengths = Lengths::Absent;
+            case.scores = Scores::Ties;
+        });
+        let longer = plain(3, 4500, 512).with(|case| case.index = Index::Paged);
         // More equal scores than candidate slots: the row is ranked as a whole, and the choice
         // takes more than one part of it.
-        let whole =
-            TopkCase { lengths: Lengths::Absent, scores: Scores::Equal, ..plain(2, 1500, 200) };
-        let sampled = TopkCase { lengths: Lengths::Absent, ..plain(2, 3001, 40) };
+        let whole = plain(2, 1500, 200).with(|case| {
+            case.lengths = Lengths::Absent;
+            case.scores = Scores::Equal;
+        });
+        let sampled = plain(2, 3001, 40).with(|case| case.lengths = Lengths::Absent);
         // The same, with chosen scores after more equal scores than are chosen. The last column is
         // one of them, the only one in the last round of its part.
-        let behind =
-            TopkCase { lengths: Lengths::Absent, scores: Scores::NotFinite, ..plain(3, 1025, 950) };
+        let behind = plain(3, 1025, 950).with(|case| {
+            case.lengths = Lengths::Absent;
+            case.scores = Scores::NotFinite;
+        });
         // Rows of the longest blocks with scores in all bins. The second row does not allow vector
         // loads.
-        let longest = TopkCase { lengths: Lengths::Absent, ..plain(2, 33_001, 300) };
+        let longest = plain(2, 33_001, 300).with(|case| case.lengths = Lengths::Absent);
         // More equal scores than are chosen, at the end of the order, in a row where threads mark
         // several words each.
-        let many = TopkCase {
-            lengths: Lengths::Absent,
-            scores: Scores::NotFinite,
-            ..plain(1, 33_001, 1024)
-        };
+        let many = plain(1, 33_001, 1024).with(|case| {
+            case.lengths = Lengths::Absent;
+            case.scores = Scores::NotFinite;
+        });
         // The longest row that has a bit for each column in shared memory.
-        let marked = TopkCase { lengths: Lengths::Absent, ..plain(1, 1 << 17, 40) };
+        let marked = plain(1, 1 << 17, 40).with(|case| case.lengths = Lengths::Absent);
         // The largest score is the last, in a separate tile.
-        let last =
-            TopkCase { lengths: Lengths::Absent, scores: Scores::Sorted, ..plain(3, 1025, 64) };
+        let last = plain(3, 1025, 64).with(|case| {
+            case.lengths = Lengths::Absent;
+            case.scores = Scores::Sorted;
+        });
         let scores =
             [Scores::Ties, Scores::Close, Scores::Equal, Scores::Sorted, Scores::NotFinite];
         let mut cases = vec![
@@ -232,10 +239,11 @@ impl Operator for Topk {
             marked,
             last,
         ];
-        cases.extend(scores.map(|scores| TopkCase {
-            scores,
-            index: Index::Offset,
-            ..plain(5, 1030, 200)
+        cases.extend(scores.map(|scores| {
+            plain(5, 1030, 200).with(|case| {
+                case.scores = scores;
+                case.index = Index::Offset;
+            })
         }));
         if profile == Profile::Full {
             cases.extend([

@@ -287,8 +287,8 @@ impl Operator for KvProjection {
         let positions =
             |case| KvProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
         vec![
-            positions(plain(5, 24, SMALL, Stored::Rows)),
-            positions(plain(5, 144, SMALL, Stored::CacheOfFp8)),
+            plain(5, 24, SMALL, Stored::Rows).then(positions),
+            plain(5, 144, SMALL, Stored::CacheOfFp8).then(positions),
         ]
     }
 
@@ -311,11 +311,10 @@ impl Operator for KvProjection {
             plain(18, 32, SMALL, CacheOfFp8),
             plain(3, 131, MIDDLE, CacheOfFp8),
             plain(2, 584, SMALL, CacheOfFp8),
-            KvProjectionCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain(7, 16, SMALL, Cache)
-            },
+            plain(7, 16, SMALL, Cache).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
         ];
         if profile == Profile::Full {
             let model = |num_tokens, stored| plain(num_tokens, 1024, RowFormat::MODEL, stored);

@@ -534,42 +534,48 @@ impl Operator for Linear {
     }
 
     fn typical() -> Vec<LinearCase> {
-        let added = LinearCase { before: Before::Apart, output: Float::F32, ..plain(5, 24, 72) };
-        let narrow = LinearCase { weight_gradient: Float::Bf16, ..plain(18, 9, 13) };
-        let in_layout = |layout, case| LinearCase { layout, ..case };
-        let fp32 = LinearCase { scale_bytes: false, before: Before::Apart, ..fp8([5, 24, 144]) };
+        let added = plain(5, 24, 72).with(|case| {
+            case.before = Before::Apart;
+            case.output = Float::F32;
+        });
+        let narrow = plain(18, 9, 13).with(|case| case.weight_gradient = Float::Bf16);
+        let in_layout = |layout| move |case| LinearCase { layout, ..case };
+        let fp32 = fp8([5, 24, 144]).with(|case| {
+            case.scale_bytes = false;
+            case.before = Before::Apart;
+        });
         vec![
             plain(18, 24, 40),
             added,
             narrow,
             grouped([18, 3, 24, 40]),
-            LinearCase { before: Before::Apart, ..grouped([3, 2, 9, 13]) },
+            grouped([3, 2, 9, 13]).with(|case| case.before = Before::Apart),
             fp8([18, 24, 144]),
-            in_layout(ScaleLayout::MnMajor, fp32),
+            in_layout(ScaleLayout::MnMajor)(fp32),
             hopper([5, 24, 144]),
             quantized(Weights::Mxfp4, 128, [5, 24, 96]),
             mxfp4_hopper(128, [5, 24, 96]),
-            in_layout(ScaleLayout::Blocked, mxfp4_hopper(32, [5, 24, 96])),
-            in_layout(ScaleLayout::MnMajor, quantized(Weights::Mxfp4, 32, [5, 24, 72])),
-            in_layout(ScaleLayout::Blocked, quantized(Weights::Nvfp4, 16, [5, 24, 96])),
+            mxfp4_hopper(32, [5, 24, 96]).then(in_layout(ScaleLayout::Blocked)),
+            quantized(Weights::Mxfp4, 32, [5, 24, 72]).then(in_layout(ScaleLayout::MnMajor)),
+            quantized(Weights::Nvfp4, 16, [5, 24, 96]).then(in_layout(ScaleLayout::Blocked)),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<LinearCase> {
         let f32s = |case| LinearCase { output: Float::F32, ..case };
-        let before = |before, case| LinearCase { before, ..case };
+        let before = |before| move |case| LinearCase { before, ..case };
         let mut cases = vec![
             plain(0, 24, 40),
-            before(Before::InPlace, plain(0, 24, 40)),
+            plain(0, 24, 40).then(before(Before::InPlace)),
             plain(1, 1, 1),
             plain(1, 8, 8),
             // One row more than the small tiles have, one more than a k-block, a last k-block of
             // eight.
             plain(16, 72, 128),
             plain(17, 72, 64),
-            f32s(plain(3, 136, 72)),
+            plain(3, 136, 72).then(f32s),
             // Rows of y that are whole accesses in fp32 but not in bf16; odd ones.
-            f32s(plain(4, 12, 16)),
+            plain(4, 12, 16).then(f32s),
             plain(4, 12, 16),
             plain(65, 67, 70),
             // Two tiles and a partial one in each direction. More rows of tiles than one group of
@@ -579,29 +585,29 @@ impl Operator for Linear {
             plain(1030, 136, 8),
             // Split-k, with sums added to existing values. The k-blocks do not divide evenly among
             // the parts.
-            before(Before::Apart, f32s(plain(2, 8, 1480))),
-            before(Before::InPlace, plain(17, 16, 584)),
-            before(Before::InPlace, f32s(plain(600, 8, 8))),
-            before(Before::Apart, plain(5, 7, 535)),
+            plain(2, 8, 1480).then(f32s).then(before(Before::Apart)),
+            plain(17, 16, 584).then(before(Before::InPlace)),
+            plain(600, 8, 8).then(f32s).then(before(Before::InPlace)),
+            plain(5, 7, 535).then(before(Before::Apart)),
             // One token: rows of w that one warp reads, with more features than a block has. Rows
             // shared by two, four and eight warps of a block, of which the last one has a few
             // values or none.
-            before(Before::Apart, f32s(plain(1, 265, 1040))),
-            before(Before::InPlace, plain(1, 280, 24)),
+            plain(1, 265, 1040).then(f32s).then(before(Before::Apart)),
+            plain(1, 280, 24).then(before(Before::InPlace)),
             plain(1, 41, 584),
-            f32s(plain(1, 21, 1544)),
-            before(Before::InPlace, plain(1, 5, 3336)),
+            plain(1, 21, 1544).then(f32s),
+            plain(1, 5, 3336).then(before(Before::InPlace)),
             grouped([1, 3, 20, 1032]),
-            before(Before::Apart, f32s(grouped([1, 2, 9, 40]))),
+            grouped([1, 2, 9, 40]).then(f32s).then(before(Before::Apart)),
             // Shapes that a library supports, with fp32 accumulation into y; bf16 that it would
             // round twice; one row too few for it; rows not at multiples of 16 bytes.
-            library(plain(17, 40, 72)),
-            library(before(Before::InPlace, plain(18, 24, 40))),
-            library(before(Before::Apart, f32s(plain(33, 20, 24)))),
-            library(before(Before::InPlace, f32s(plain(40, 8, 16)))),
-            library(plain(16, 24, 16)),
-            library(plain(18, 13, 21)),
-            library(plain(0, 24, 16)),
+            plain(17, 40, 72).then(library),
+            plain(18, 24, 40).then(before(Before::InPlace)).then(library),
+            plain(33, 20, 24).then(f32s).then(before(Before::Apart)).then(library),
+            plain(40, 8, 16).then(f32s).then(before(Before::InPlace)).then(library),
+            plain(16, 24, 16).then(library),
+            plain(18, 13, 21).then(library),
+            plain(0, 24, 16).then(library),
         ];
         cases.extend([
             grouped([0, 2, 24, 40]),
@@ -611,27 +617,27 @@ impl Operator for Linear {
             grouped([3, 16, 72, 64]),
             grouped([130, 2, 136, 72]),
             grouped([5, 3, 7, 13]),
-            before(Before::InPlace, grouped([2, 3, 20, 584])),
-            before(Before::Apart, f32s(grouped([300, 2, 12, 8]))),
+            grouped([2, 3, 20, 584]).then(before(Before::InPlace)),
+            grouped([300, 2, 12, 8]).then(f32s).then(before(Before::Apart)),
             // By a library: one layer, many, fp32 accumulation into y; too few rows; rows that it
             // does not support.
-            library(grouped([17, 1, 40, 72])),
-            library(grouped([66, 5, 24, 40])),
-            library(before(Before::InPlace, f32s(grouped([33, 3, 16, 24])))),
-            library(grouped([16, 2, 24, 16])),
-            library(grouped([40, 3, 7, 13])),
+            grouped([17, 1, 40, 72]).then(library),
+            grouped([66, 5, 24, 40]).then(library),
+            grouped([33, 3, 16, 24]).then(f32s).then(before(Before::InPlace)).then(library),
+            grouped([16, 2, 24, 16]).then(library),
+            grouped([40, 3, 7, 13]).then(library),
         ]);
         cases.extend(quantized_edge_cases());
         if profile == Profile::Full {
-            let one_large = |case| LinearCase { codes: Codes::OneLarge, ..f32s(case) };
-            cases.extend([one_large(fp8([1, 2, 7168])), one_large(hopper([1, 2, 7168]))]);
+            let one_large = |case| f32s(case).with(|case| case.codes = Codes::OneLarge);
+            cases.extend([fp8([1, 2, 7168]).then(one_large), hopper([1, 2, 7168]).then(one_large)]);
             cases.extend([hopper([300, 1030, 4096]), hopper([1, 7168, 1536])]);
             // On an H200: more rounds of a block than are listed.
             cases.extend([hopper([1, 1_100_000, 16]), mxfp4_hopper(128, [1, 2_200_000, 32])]);
             cases.extend([
                 plain(1, 7168, 1536),
                 plain(300, 1030, 4096),
-                f32s(plain(4096, 264, 520)),
+                plain(4096, 264, 520).then(f32s),
             ]);
             cases.extend([grouped([1, 16, 1024, 4096]), grouped([200, 4, 264, 1032])]);
         }
@@ -751,9 +757,8 @@ impl Operator for Linear {
 
     fn invariant_cases() -> Vec<LinearCase> {
         // Blocks that take all parts of k, of the forward and of dx.
-        let folded = [[260, 8, 264], [260, 264, 8]].map(|[tokens, outs, ins]| LinearCase {
-            output: Float::F32,
-            ..plain(tokens, outs, ins)
+        let folded = [[260, 8, 264], [260, 264, 8]].map(|[tokens, outs, ins]| {
+            plain(tokens, outs, ins).with(|case| case.output = Float::F32)
         });
         Self::typical().into_iter().chain(folded).collect()
     }

@@ -298,49 +298,47 @@ impl Operator for OutputProjection {
     fn typical() -> Vec<OutputProjectionCase> {
         let positions =
             |case| OutputProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
-        let of = |quantized, case| OutputProjectionCase { quantized, ..case };
+        let of = |quantized| move |case| OutputProjectionCase { quantized, ..case };
         vec![
-            positions(plain(5, [4, 16, 2, 8, 24])),
+            plain(5, [4, 16, 2, 8, 24]).then(positions),
             // Rows that are not multiples of 16 bytes.
             plain(3, [3, 10, 3, 5, 7]),
-            of(Quantized::Both, positions(plain(5, [4, 128, 2, 16, 24]))),
+            plain(5, [4, 128, 2, 16, 24]).then(positions).then(of(Quantized::Both)),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<OutputProjectionCase> {
-        let of = |quantized, case| OutputProjectionCase { quantized, ..case };
-        let in_layout = |layout, case| OutputProjectionCase { layout, ..case };
+        let of = |quantized| move |case| OutputProjectionCase { quantized, ..case };
+        let in_layout = |layout| move |case| OutputProjectionCase { layout, ..case };
         let (mn, tiles) = (ScaleLayout::MnMajor, ScaleLayout::Blocked);
         let mut cases = vec![
             plain(0, [4, 16, 2, 8, 24]),
-            of(Quantized::Both, plain(0, [2, 128, 2, 8, 24])),
+            plain(0, [2, 128, 2, 8, 24]).then(of(Quantized::Both)),
             plain(1, [1, 8, 1, 8, 8]),
             // Split-k in both GEMMs; a single token.
             plain(1, [1, 584, 1, 584, 8]),
             plain(2, [1, 584, 1, 584, 8]),
             // More tokens than small tiles have, more groups than heads in one.
             plain(18, [6, 16, 3, 24, 40]),
-            OutputProjectionCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain(7, [2, 8, 2, 8, 16])
-            },
-            of(Quantized::WoB, plain(5, [4, 16, 2, 72, 24])),
-            of(Quantized::WoB, plain(3, [2, 12, 1, 131, 9])),
-            of(Quantized::WoB, plain(18, [2, 8, 1, 32, 24])),
-            in_layout(mn, of(Quantized::Both, plain(5, [6, 128, 3, 48, 24]))),
-            in_layout(tiles, of(Quantized::Both, plain(3, [2, 256, 2, 130, 24]))),
+            plain(7, [2, 8, 2, 8, 16]).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
+            plain(5, [4, 16, 2, 72, 24]).then(of(Quantized::WoB)),
+            plain(3, [2, 12, 1, 131, 9]).then(of(Quantized::WoB)),
+            plain(18, [2, 8, 1, 32, 24]).then(of(Quantized::WoB)),
+            plain(5, [6, 128, 3, 48, 24]).then(of(Quantized::Both)).then(in_layout(mn)),
+            plain(3, [2, 256, 2, 130, 24]).then(of(Quantized::Both)).then(in_layout(tiles)),
         ];
         if profile == Profile::Full {
-            let model = |num_tokens| OutputProjectionCase {
-                rope_dim: 64,
-                ..plain(num_tokens, [16, 512, 2, 256, 512])
+            let model = |num_tokens| {
+                plain(num_tokens, [16, 512, 2, 256, 512]).with(|case| case.rope_dim = 64)
             };
             cases.extend([
                 model(1),
                 model(70),
-                of(Quantized::WoB, model(30)),
-                of(Quantized::Both, model(70)),
+                model(30).then(of(Quantized::WoB)),
+                model(70).then(of(Quantized::Both)),
             ]);
         }
         cases

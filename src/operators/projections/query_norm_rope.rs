@@ -166,38 +166,43 @@ impl Operator for QueryNormRope {
         let positions =
             |case| QueryNormRopeCase { table: TableForm::Positions, table_rows: 9, ..case };
         // Heads of the last one are not multiples of 16 bytes: the scalar kernel's.
-        vec![plain([3, 5, 32]), positions(plain([2, 3, 128])), positions(plain([3, 2, 22]))]
+        vec![
+            plain([3, 5, 32]),
+            plain([2, 3, 128]).then(positions),
+            plain([3, 2, 22]).then(positions),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<QueryNormRopeCase> {
-        let turning = |rope_dim, case| QueryNormRopeCase { rope_dim, ..case };
+        let turning = |rope_dim| move |case| QueryNormRopeCase { rope_dim, ..case };
         let mut cases = vec![
             plain([0, 3, 64]),
-            turning(2, plain([1, 1, 2])),
-            turning(64, plain([2, 3, 512])),
+            plain([1, 1, 2]).then(turning(2)),
+            plain([2, 3, 512]).then(turning(64)),
             // One channel more than the vector kernels support, and the most that the scalar
             // kernels support.
-            turning(64, plain([2, 1, 520])),
-            turning(64, plain([1, 2, 1024])),
+            plain([2, 1, 520]).then(turning(64)),
+            plain([1, 2, 1024]).then(turning(64)),
             // All channels rotate; a vector of eight channels of which some rotate.
-            turning(64, plain([2, 3, 64])),
-            turning(12, plain([2, 3, 40])),
-            QueryNormRopeCase { aliasing: Aliasing::InPlace, ..plain([3, 3, 256]) },
-            QueryNormRopeCase { aliasing: Aliasing::InPlace, ..plain([3, 2, 38]) },
-            QueryNormRopeCase { zero_heads: true, ..plain([3, 4, 64]) },
-            QueryNormRopeCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain([9, 2, 64])
-            },
-            QueryNormRopeCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain([4, 2, 14])
-            },
+            plain([2, 3, 64]).then(turning(64)),
+            plain([2, 3, 40]).then(turning(12)),
+            plain([3, 3, 256]).with(|case| case.aliasing = Aliasing::InPlace),
+            plain([3, 2, 38]).with(|case| case.aliasing = Aliasing::InPlace),
+            plain([3, 4, 64]).with(|case| case.zero_heads = true),
+            plain([9, 2, 64]).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
+            plain([4, 2, 14]).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
         ];
         if profile == Profile::Full {
-            cases.extend([turning(64, plain([64, 128, 512])), turning(64, plain([130, 64, 512]))]);
+            cases.extend([
+                plain([64, 128, 512]).then(turning(64)),
+                plain([130, 64, 512]).then(turning(64)),
+            ]);
         }
         cases
     }

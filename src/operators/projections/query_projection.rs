@@ -276,10 +276,10 @@ impl Operator for QueryProjection {
             |case| QueryProjectionCase { table: TableForm::Positions, table_rows: 9, ..case };
         let coded = |case| QueryProjectionCase { quantized: true, ..case };
         vec![
-            positions(plain(5, [24, 16, 2, 16])),
+            plain(5, [24, 16, 2, 16]).then(positions),
             // Rows that are not multiples of 16 bytes.
             plain(3, [13, 7, 3, 10]),
-            coded(positions(plain(5, [144, 32, 2, 16]))),
+            plain(5, [144, 32, 2, 16]).then(positions).then(coded),
         ]
     }
 
@@ -287,7 +287,7 @@ impl Operator for QueryProjection {
         let coded = |case| QueryProjectionCase { quantized: true, ..case };
         let mut cases = vec![
             plain(0, [24, 16, 2, 16]),
-            coded(plain(0, [24, 16, 2, 16])),
+            plain(0, [24, 16, 2, 16]).then(coded),
             plain(1, [8, 8, 1, 8]),
             // More tokens than small tiles have; split-k; a single token.
             plain(18, [40, 24, 3, 16]),
@@ -297,22 +297,19 @@ impl Operator for QueryProjection {
             // SMs, and for a GPU's 132.
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
-            coded(plain(133, [8, 1032, 1, 8])),
-            QueryProjectionCase {
-                table: TableForm::HostilePositions,
-                table_rows: 5,
-                ..plain(7, [16, 8, 2, 8])
-            },
-            coded(plain(18, [32, 16, 1, 24])),
-            coded(plain(3, [131, 9, 1, 14])),
-            coded(plain(2, [584, 16, 1, 16])),
+            plain(133, [8, 1032, 1, 8]).then(coded),
+            plain(7, [16, 8, 2, 8]).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 5;
+            }),
+            plain(18, [32, 16, 1, 24]).then(coded),
+            plain(3, [131, 9, 1, 14]).then(coded),
+            plain(2, [584, 16, 1, 16]).then(coded),
         ];
         if profile == Profile::Full {
-            let model = |num_tokens| QueryProjectionCase {
-                rope_dim: 64,
-                ..plain(num_tokens, [1024, 512, 4, 512])
-            };
-            cases.extend([model(1), model(50), coded(model(50))]);
+            let model =
+                |num_tokens| plain(num_tokens, [1024, 512, 4, 512]).with(|case| case.rope_dim = 64);
+            cases.extend([model(1), model(50), model(50).then(coded)]);
         }
         cases
     }

@@ -157,7 +157,10 @@ impl Operator for RmsNorm {
         vec![
             plain(5, 512),
             plain(3, 2048),
-            RmsNormCase { dtype: Float::F32, saves_rstd: false, ..plain(3, 517) },
+            plain(3, 517).with(|case| {
+                case.dtype = Float::F32;
+                case.saves_rstd = false;
+            }),
         ]
     }
 
@@ -166,38 +169,50 @@ impl Operator for RmsNorm {
         let mut cases = vec![
             plain(0, 64),
             plain(1, 32768),
-            RmsNormCase { aliasing: Aliasing::InPlace, ..plain(5, 1024) },
-            RmsNormCase { zero_rows: true, weight: None, ..plain(7, 512) },
-            RmsNormCase { dtype: Float::F32, ..plain(3, 1000) },
+            plain(5, 1024).with(|case| case.aliasing = Aliasing::InPlace),
+            plain(7, 512).with(|case| {
+                case.zero_rows = true;
+                case.weight = None;
+            }),
+            plain(3, 1000).with(|case| case.dtype = Float::F32),
             plain(9, 517),
             // Backward of rows too wide for registers.
             plain(3, 14344),
             // Three, and five, vectors a lane in the warp kernels.
             plain(5, 768),
-            RmsNormCase { dtype: Float::F32, ..plain(3, 640) },
+            plain(3, 640).with(|case| case.dtype = Float::F32),
             // Weights of half an element's size, which have separate loads.
-            RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(3, 64) },
+            plain(3, 64).with(|case| {
+                case.dtype = Float::F32;
+                case.weight = Some(Float::Bf16);
+            }),
             // Few rows, whose weight is loaded together with them: either type with either, absent,
             // and a row in place.
-            RmsNormCase { dtype: Float::F32, weight: Some(Float::Bf16), ..plain(2, 1032) },
-            RmsNormCase { weight: Some(Float::Bf16), ..plain(2, 2056) },
-            RmsNormCase { weight: None, aliasing: Aliasing::InPlace, ..plain(2, 1032) },
+            plain(2, 1032).with(|case| {
+                case.dtype = Float::F32;
+                case.weight = Some(Float::Bf16);
+            }),
+            plain(2, 2056).with(|case| case.weight = Some(Float::Bf16)),
+            plain(2, 1032).with(|case| {
+                case.weight = None;
+                case.aliasing = Aliasing::InPlace;
+            }),
             // A scalar row wider than its block.
             plain(3, 1501),
             // More rows than blocks in the backward, and no dweight.
-            RmsNormCase { weight: None, ..plain(20, 2048) },
+            plain(20, 2048).with(|case| case.weight = None),
             // More partial sums of dweight than one block of their sum takes at a time.
             plain(136, 1024),
             // No rstd to store, by each forward kernel.
-            RmsNormCase { saves_rstd: false, ..plain(5, 512) },
-            RmsNormCase { saves_rstd: false, ..plain(3, 2048) },
-            RmsNormCase { saves_rstd: false, ..plain(3, 517) },
+            plain(5, 512).with(|case| case.saves_rstd = false),
+            plain(3, 2048).with(|case| case.saves_rstd = false),
+            plain(3, 517).with(|case| case.saves_rstd = false),
         ];
         if profile == Profile::Full {
             cases.extend([
                 plain(512, 7168),
                 plain(2048, 512),
-                RmsNormCase { weight: None, ..plain(4096, 512) },
+                plain(4096, 512).with(|case| case.weight = None),
             ]);
         }
         cases

@@ -346,11 +346,10 @@ impl Operator for Rope {
     }
 
     fn typical() -> Vec<RopeCase> {
-        let positions = RopeCase {
-            table: TableForm::Positions,
-            table_rows: 50,
-            ..RopeCase::plain(4, 3, 128, 64)
-        };
+        let positions = RopeCase::plain(4, 3, 128, 64).with(|case| {
+            case.table = TableForm::Positions;
+            case.table_rows = 50;
+        });
         // Rows of the last one are not multiples of 16 bytes: the scalar kernel's.
         vec![RopeCase::plain(3, 5, 24, 16), positions, RopeCase::plain(3, 2, 21, 6)]
     }
@@ -359,24 +358,28 @@ impl Operator for Rope {
         let plain = RopeCase::plain;
         let mut cases = vec![
             plain(0, 3, 40, 16),
-            RopeCase { aliasing: Aliasing::InPlace, ..plain(5, 9, 512, 64) },
-            RopeCase { inverse: true, dtype: Float::F32, ..plain(3, 2, 24, 24) },
-            RopeCase {
-                table: TableForm::HostilePositions,
-                table_rows: 50,
-                ..plain(17, 3, 128, 64)
-            },
-            RopeCase {
-                table: TableForm::Positions,
-                table_rows: 1 << 20,
-                frequencies: Frequencies::Main,
-                ..plain(9, 2, 12, 2)
-            },
+            plain(5, 9, 512, 64).with(|case| case.aliasing = Aliasing::InPlace),
+            plain(3, 2, 24, 24).with(|case| {
+                case.inverse = true;
+                case.dtype = Float::F32;
+            }),
+            plain(17, 3, 128, 64).with(|case| {
+                case.table = TableForm::HostilePositions;
+                case.table_rows = 50;
+            }),
+            plain(9, 2, 12, 2).with(|case| {
+                case.table = TableForm::Positions;
+                case.table_rows = 1 << 20;
+                case.frequencies = Frequencies::Main;
+            }),
             // The scalar kernel with more heads than a block processes at a time, each of which it
             // must rotate only once.
-            RopeCase { aliasing: Aliasing::InPlace, ..plain(2, 17, 261, 260) },
+            plain(2, 17, 261, 260).with(|case| case.aliasing = Aliasing::InPlace),
             // The scalar kernel with one head, and threads beyond the last token.
-            RopeCase { table: TableForm::Positions, table_rows: 50, ..plain(15, 1, 21, 6) },
+            plain(15, 1, 21, 6).with(|case| {
+                case.table = TableForm::Positions;
+                case.table_rows = 50;
+            }),
             // Enough tokens for the largest number of heads for each thread, by either kernel; the
             // last thread has one head less.
             plain(80, 15, 64, 16),
@@ -385,7 +388,7 @@ impl Operator for Rope {
         if profile == Profile::Full {
             cases.extend([
                 plain(64, 128, 512, 64),
-                RopeCase { inverse: true, ..plain(128, 64, 512, 64) },
+                plain(128, 64, 512, 64).with(|case| case.inverse = true),
             ]);
         }
         cases

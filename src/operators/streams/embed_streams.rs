@@ -123,7 +123,10 @@ impl Operator for EmbedStreams {
     fn typical() -> Vec<EmbedStreamsCase> {
         vec![
             plain(7, 5, 24),
-            EmbedStreamsCase { dtype: Float::F32, num_streams: 3, ..plain(6, 4, 9) },
+            plain(6, 4, 9).with(|case| {
+                case.dtype = Float::F32;
+                case.num_streams = 3;
+            }),
         ]
     }
 
@@ -139,11 +142,11 @@ impl Operator for EmbedStreams {
             // GPU.
             plain(17, 3, 4104),
             plain(2400, 3, 8),
-            EmbedStreamsCase { dtype: Float::F32, ..plain(3, 3, 261) },
+            plain(3, 3, 261).with(|case| case.dtype = Float::F32),
             // Lists of tokens that are ordered by rank, and longer ones.
-            repeated(plain(200, 6, 3)),
-            repeated(EmbedStreamsCase { num_streams: 1, ..plain(900, 2, 1) }),
-            EmbedStreamsCase { num_streams: 7, ..plain(9, 300, 16) },
+            plain(200, 6, 3).then(repeated),
+            plain(900, 2, 1).with(|case| case.num_streams = 1).then(repeated),
+            plain(9, 300, 16).with(|case| case.num_streams = 7),
         ]
     }
 

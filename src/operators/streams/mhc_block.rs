@@ -251,7 +251,13 @@ impl Operator for MhcBlock {
 
     fn typical() -> Vec<MhcBlockCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcBlockCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) }]
+        vec![
+            plain(5, 16),
+            plain(3, 5).with(|case| {
+                case.sinkhorn_iters = 3;
+                case.hc_eps = 1e-2;
+            }),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcBlockCase> {
@@ -259,8 +265,8 @@ impl Operator for MhcBlock {
             plain(0, 16),
             plain(1, 8),
             plain(2, 7),
-            MhcBlockCase { near_equal: true, ..plain(3, 40) },
-            MhcBlockCase { logits: 20.0, ..plain(9, 16) },
+            plain(3, 40).with(|case| case.near_equal = true),
+            plain(9, 16).with(|case| case.logits = 20.0),
             // Tokens of a second warp.
             plain(17, 8),
             // More tokens than the portable projection handles on Hopper.

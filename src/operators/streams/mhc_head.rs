@@ -192,7 +192,7 @@ impl Operator for MhcHead {
 
     fn typical() -> Vec<MhcHeadCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 16), MhcHeadCase { hc_eps: 1e-2, ..plain(3, 5) }, hopper(5, 16)]
+        vec![plain(5, 16), plain(3, 5).with(|case| case.hc_eps = 1e-2), hopper(5, 16)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcHeadCase> {
@@ -202,8 +202,8 @@ impl Operator for MhcHead {
             plain(1, 1),
             // Not a multiple of a step of 64 channels.
             plain(2, 24),
-            MhcHeadCase { near_equal: true, ..plain(3, 40) },
-            MhcHeadCase { logits: 80.0, ..plain(9, 16) },
+            plain(3, 40).with(|case| case.near_equal = true),
+            plain(9, 16).with(|case| case.logits = 80.0),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
@@ -227,7 +227,10 @@ impl Operator for MhcHead {
             hopper(5, 72),
             // A last block with one piece of 16 bytes; a warp without a token's last channels.
             hopper(2, 1032),
-            MhcHeadCase { near_equal: true, logits: 80.0, ..hopper(4, 520) },
+            hopper(4, 520).with(|case| {
+                case.near_equal = true;
+                case.logits = 80.0;
+            }),
             // As many batches as the ring has slots, and one more.
             hopper(12, 16),
             hopper(14, 16),

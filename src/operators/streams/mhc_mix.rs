@@ -204,7 +204,10 @@ impl Operator for MhcMix {
         // 16 bytes at a time, and one element.
         vec![
             plain(5, 16),
-            MhcMixCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) },
+            plain(3, 5).with(|case| {
+                case.sinkhorn_iters = 3;
+                case.hc_eps = 1e-2;
+            }),
             hopper(5, 16),
         ]
     }
@@ -217,10 +220,13 @@ impl Operator for MhcMix {
             plain(1, 1),
             // Not a multiple of a step of 64 channels: one ends within a stream.
             plain(2, 24),
-            MhcMixCase { near_equal: true, ..plain(3, 40) },
-            MhcMixCase { logits: 80.0, ..plain(9, 16) },
-            MhcMixCase { sinkhorn_iters: 1, ..plain(2, 16) },
-            MhcMixCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
+            plain(3, 40).with(|case| case.near_equal = true),
+            plain(9, 16).with(|case| case.logits = 80.0),
+            plain(2, 16).with(|case| case.sinkhorn_iters = 1),
+            plain(2, 16).with(|case| {
+                case.sinkhorn_iters = 48;
+                case.logits = 8.0;
+            }),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),
@@ -234,14 +240,17 @@ impl Operator for MhcMix {
             plain(6, 1160),
             // The iteration by single lanes: one pass, and an eps that its shorter reciprocal does
             // not support.
-            MhcMixCase { sinkhorn_iters: 1, ..plain(2, 520) },
-            MhcMixCase { hc_eps: 2.0, ..plain(2, 520) },
+            plain(2, 520).with(|case| case.sinkhorn_iters = 1),
+            plain(2, 520).with(|case| case.hc_eps = 2.0),
             // More tokens than a block of the backward holds, in two parts.
             plain(70, 10),
             // Backward values that are too large to be split, for all tokens of a round and of the
             // next one. They exceed the limit by far, because bits follow the scale of the
             // gradients near it.
-            MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..plain(70, 16) },
+            plain(70, 16).with(|case| {
+                case.norm_eps = 1e-35;
+                case.data = Data::normal(1e-16);
+            }),
             // More blocks of tokens than blocks of the coefficients.
             plain(200, 2),
             hopper(0, 16),
@@ -252,7 +261,7 @@ impl Operator for MhcMix {
             // second block.
             hopper(9, 72),
             hopper(17, 8),
-            MhcMixCase { near_equal: true, ..hopper(200, 40) },
+            hopper(200, 40).with(|case| case.near_equal = true),
             hopper(260, 8),
             // A whole block of tokens and a second one, each with more steps than stages. The
             // backward takes three blocks of channels.
@@ -260,7 +269,10 @@ impl Operator for MhcMix {
             // Rounds of tokens in the backward: more in a part than stages, and two with values too
             // large to be split.
             hopper(1345, 8),
-            MhcMixCase { norm_eps: 1e-35, data: Data::normal(1e-16), ..hopper(330, 16) },
+            hopper(330, 16).with(|case| {
+                case.norm_eps = 1e-35;
+                case.data = Data::normal(1e-16);
+            }),
         ];
         if profile == Profile::Full {
             cases.extend([hopper(64, 4096), hopper(200, 7168), hopper(1025, 64), hopper(2048, 8)]);

@@ -107,7 +107,7 @@ impl Operator for MhcPost {
 
     fn typical() -> Vec<MhcPostCase> {
         // 16 bytes at a time, and one element.
-        vec![plain(5, 64), MhcPostCase { dtype: Float::F32, ..plain(3, 37) }]
+        vec![plain(5, 64), plain(3, 37).with(|case| case.dtype = Float::F32)]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcPostCase> {
@@ -115,13 +115,13 @@ impl Operator for MhcPost {
         let mut cases = vec![
             plain(0, 64),
             plain(1, 1),
-            MhcPostCase { aliasing: Aliasing::InPlace, ..plain(5, 72) },
-            MhcPostCase { aliasing: Aliasing::InPlace, ..single(plain(3, 5)) },
-            MhcPostCase { aliasing: Aliasing::Interleaved, ..plain(3, 40) },
-            MhcPostCase { near_equal: true, ..plain(3, 64) },
+            plain(5, 72).with(|case| case.aliasing = Aliasing::InPlace),
+            plain(3, 5).then(single).with(|case| case.aliasing = Aliasing::InPlace),
+            plain(3, 40).with(|case| case.aliasing = Aliasing::Interleaved),
+            plain(3, 64).with(|case| case.near_equal = true),
             // One vector, and one channel, more than a block of the forward takes of a row.
             plain(2, 1032),
-            single(plain(2, 129)),
+            plain(2, 129).then(single),
             // One more than the pieces that a warp of the backward takes at a time, and several
             // warps.
             plain(2, 264),
@@ -130,7 +130,7 @@ impl Operator for MhcPost {
             plain(1, 16392),
         ];
         if profile == Profile::Full {
-            cases.extend([plain(64, 4096), plain(64, 7168), single(plain(16, 7168))]);
+            cases.extend([plain(64, 4096), plain(64, 7168), plain(16, 7168).then(single)]);
         }
         cases
     }

@@ -251,13 +251,16 @@ impl Operator for MhcPostMixPre {
         // 16 bytes at a time, and one element.
         vec![
             plain(5, 16),
-            MhcPostMixPreCase { sinkhorn_iters: 3, hc_eps: 1e-2, ..plain(3, 5) },
+            plain(3, 5).with(|case| {
+                case.sinkhorn_iters = 3;
+                case.hc_eps = 1e-2;
+            }),
             hopper(5, 16),
         ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcPostMixPreCase> {
-        let placed = |aliasing, case| MhcPostMixPreCase { aliasing, ..case };
+        let placed = |aliasing| move |case| MhcPostMixPreCase { aliasing, ..case };
         let separate = |case| MhcPostMixPreCase { separate: true, ..case };
         let mut cases = vec![
             plain(0, 16),
@@ -265,23 +268,26 @@ impl Operator for MhcPostMixPre {
             plain(1, 1),
             // Not a multiple of a step.
             plain(2, 24),
-            placed(Aliasing::InPlace, plain(3, 72)),
-            placed(Aliasing::InPlace, plain(3, 5)),
-            placed(Aliasing::Interleaved, plain(3, 40)),
-            MhcPostMixPreCase { near_equal: true, ..plain(3, 40) },
-            MhcPostMixPreCase { logits: 80.0, ..plain(9, 16) },
-            MhcPostMixPreCase { sinkhorn_iters: 1, ..plain(2, 16) },
+            plain(3, 72).then(placed(Aliasing::InPlace)),
+            plain(3, 5).then(placed(Aliasing::InPlace)),
+            plain(3, 40).then(placed(Aliasing::Interleaved)),
+            plain(3, 40).with(|case| case.near_equal = true),
+            plain(9, 16).with(|case| case.logits = 80.0),
+            plain(2, 16).with(|case| case.sinkhorn_iters = 1),
             // An eps with which sums are no numbers that an approximation takes.
-            MhcPostMixPreCase { hc_eps: 1.5, ..plain(3, 16) },
-            MhcPostMixPreCase { sinkhorn_iters: 48, logits: 8.0, ..plain(2, 16) },
-            separate(plain(3, 16)),
+            plain(3, 16).with(|case| case.hc_eps = 1.5),
+            plain(2, 16).with(|case| {
+                case.sinkhorn_iters = 48;
+                case.logits = 8.0;
+            }),
+            plain(3, 16).then(separate),
             // More tokens than the projection for few tokens handles.
-            separate(plain(6, 16)),
-            separate(placed(Aliasing::InPlace, plain(2, 5))),
+            plain(6, 16).then(separate),
+            plain(2, 5).then(placed(Aliasing::InPlace)).then(separate),
             // More tokens than a block of the projection has, in parts of one group.
-            separate(plain(260, 8)),
+            plain(260, 8).then(separate),
             hopper(0, 16),
-            separate(hopper(3, 16)),
+            hopper(3, 16).then(separate),
             // Tokens of every warp of both consumers, and of a second round of one; of only one
             // consumer; of a second block.
             hopper(150, 8),
@@ -289,15 +295,15 @@ impl Operator for MhcPostMixPre {
             hopper(260, 136),
             // Several groups for each part, with channels after the end of the last one, for
             // consumers with two rounds and with one.
-            placed(Aliasing::InPlace, hopper(150, 520)),
+            hopper(150, 520).then(placed(Aliasing::InPlace)),
             hopper(3, 1032),
-            placed(Aliasing::Interleaved, hopper(3, 40)),
+            hopper(3, 40).then(placed(Aliasing::Interleaved)),
             // Few tokens, with channels in many parts.
-            separate(plain(2, 520)),
+            plain(2, 520).then(separate),
             plain(2, 520),
             // More channels than a block has in flight.
             plain(1, 8208),
-            placed(Aliasing::InPlace, plain(5, 840)),
+            plain(5, 840).then(placed(Aliasing::InPlace)),
             // Tokens of a second warp, and of a second block.
             plain(17, 8),
             plain(130, 8),

@@ -150,7 +150,12 @@ impl Operator for MhcPre {
     fn typical() -> Vec<MhcPreCase> {
         let unsaved = |case| MhcPreCase { saves_rstd: false, ..case };
         // 16 bytes at a time, and one element.
-        vec![plain(5, 64), single(plain(3, 37)), normed(5, 64), unsaved(single(normed(3, 37)))]
+        vec![
+            plain(5, 64),
+            plain(3, 37).then(single),
+            normed(5, 64),
+            normed(3, 37).then(single).then(unsaved),
+        ]
     }
 
     fn edge_cases(profile: Profile) -> Vec<MhcPreCase> {
@@ -161,31 +166,31 @@ impl Operator for MhcPre {
             normed(1, 8),
             // One vector, and one channel, more than a block of the forward takes of a row.
             plain(2, 1032),
-            single(plain(2, 129)),
+            plain(2, 129).then(single),
             // One more than the pieces that a warp of the backward takes at a time, and several
             // warps.
             plain(2, 264),
             plain(2, 2056),
             // Several warps, with the norm; more tokens than blocks of its backward.
             normed(2, 2056),
-            single(normed(2, 521)),
+            normed(2, 521).then(single),
             normed(21, 264),
-            single(normed(20, 264)),
+            normed(20, 264).then(single),
             // Few tokens, with rows that end within a warp and need more threads than a block for
             // many tokens has.
             normed(5, 72),
             normed(2, 4104),
             // Rows that shared memory does not hold.
             normed(2, 16384),
-            single(normed(3, 8192)),
-            MhcPreCase { eps: 1e-2, ..normed(3, 72) },
+            normed(3, 8192).then(single),
+            normed(3, 72).with(|case| case.eps = 1e-2),
         ];
         if profile == Profile::Full {
             cases.extend([
                 plain(64, 7168),
                 normed(300, 7168),
                 normed(300, 4096),
-                single(normed(16, 7168)),
+                normed(16, 7168).then(single),
             ]);
         }
         cases
