@@ -85,9 +85,10 @@ fn a_list_of_operators_is_found() {
 fn add_module(list: &Path) {
     let text = std::fs::read_to_string(list).expect("a list of modules");
     let line = format!("pub mod {NAME};");
-    let at = text.lines().position(|old| old.starts_with("pub mod ") && *old > *line);
+    let before = text.lines().rfind(|old| old.starts_with("pub mod ") && **old < *line);
     let mut lines: Vec<&str> = text.lines().collect();
-    lines.insert(at.expect("a module behind it"), &line);
+    let at = lines.iter().position(|old| Some(*old) == before).expect("a module before it");
+    lines.insert(at + 1, &line);
     std::fs::write(list, lines.join("\n") + "\n").expect("the list is written");
 }
 
