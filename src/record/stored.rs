@@ -20,10 +20,12 @@
 //! ulp_p50, ulp_p99, ulp_max, budget_used, budget_relative and the power. `told` holds every other
 //! check that is not a plain pass, in full. Reading it back gives exactly the same records.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use serde::de::{self, Deserialize, Deserializer};
+use serde::ser::SerializeStruct as _;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
@@ -117,7 +119,7 @@ fn is_first(place: &u32) -> bool {
 }
 
 /// All cases of a report.
-#[derive(Default, Serialize, serde::Deserialize)]
+#[derive(Default, serde::Deserialize)]
 struct Stored {
     checks: Vec<(String, String)>,
     orders: Vec<Vec<u32>>,
@@ -134,8 +136,30 @@ pub(super) fn serialize<S: Serializer>(
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
     let mut tables = Tables::default();
-    let records = cases.iter().map(|case| tables.store(case)).collect();
-    tables.into_stored(records).serialize(serializer)
+    // The tables come first. Each case is stored once for them and once more when it is written:
+    // all stored cases together take as much memory as the cases.
+    cases.iter().for_each(|case| drop(tables.store(case)));
+    let mut all = serializer.serialize_struct("Stored", 7)?;
+    all.serialize_field("checks", &tables.checks.items)?;
+    all.serialize_field("orders", &tables.orders.items)?;
+    all.serialize_field("sizes", &tables.sizes.items)?;
+    all.serialize_field("fields", &tables.fields.items)?;
+    all.serialize_field("paths", &tables.paths.items)?;
+    all.serialize_field("commands", &tables.commands.items)?;
+    all.serialize_field("records", &Records { cases, tables: RefCell::new(tables) })?;
+    all.end()
+}
+
+/// The cases of a report, each stored when it is written.
+struct Records<'c> {
+    cases: &'c [CaseRecord],
+    tables: RefCell<Tables>,
+}
+
+impl Serialize for Records<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.cases.iter().map(|case| self.tables.borrow_mut().store(case)))
+    }
 }
 
 /// Reads the cases of a report.
@@ -225,18 +249,6 @@ impl Tables {
             skips: record.skips.clone(),
             batches: record.batches.clone(),
             plan_number: record.plan_number,
-        }
-    }
-
-    fn into_stored(self, records: Vec<StoredCase>) -> Stored {
-        Stored {
-            checks: self.checks.items,
-            orders: self.orders.items,
-            sizes: self.sizes.items,
-            fields: self.fields.items,
-            paths: self.paths.items,
-            commands: self.commands.items,
-            records,
         }
     }
 }
