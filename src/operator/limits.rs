@@ -291,9 +291,37 @@ mod tests {
 
     /// The largest number in a field (a JSON pointer) of an operator's edge cases.
     fn largest(operator: &str, field: &str, profile: Profile) -> u64 {
-        let cases = registry::find(operator).expect("an operator").edge_cases(profile);
-        let fields = cases.into_iter().map(|case| Value::Object(case.fields));
+        let declaration = registry::find(operator).expect("an operator").declaration();
+        let own = declaration.edge_cases(profile).into_iter();
+        let cases: Vec<AnyCase> = own.chain(edge_cases(declaration, profile)).collect();
+        let fields = values(&cases).into_iter();
         fields.filter_map(|case| number(&case, field)).max().expect("a case with this field")
+    }
+
+    #[test]
+    fn every_kind_of_kernels_has_heads_beyond_a_tile_and_rows_as_wide_as_the_models() {
+        let lines = |operator: &str| {
+            let cases = registry::find(operator).expect("an operator").edge_cases(Profile::Quick);
+            cases.into_iter().map(|case| Value::Object(case.fields)).collect::<Vec<_>>()
+        };
+        for (operator, kind) in [
+            ("decode_attention", "portable"),
+            ("decode_attention", "hopper"),
+            ("sparse_attention", "portable"),
+            ("score_recompute", "portable"),
+        ] {
+            let cases = lines(operator);
+            let of_kind = cases.iter().filter(|case| case["implementation"] == kind);
+            let heads = of_kind.filter_map(|case| number(case, "/num_heads")).max();
+            assert!(heads > Some(TILE), "{operator}, {kind}: {heads:?} heads");
+        }
+        for operator in ["moe_reduce", "moe_expand", "swiglu", "embed_streams"] {
+            let cases = lines(operator);
+            let wide = |field| cases.iter().any(|case| number(case, field) >= Some(7168));
+            assert!(wide("/hidden_size") || wide("/width"), "{operator} has no such row");
+            let tall = |field| cases.iter().any(|case| number(case, field) >= Some(1000));
+            assert!(tall("/num_tokens") || tall("/num_rows"), "{operator} has too few rows");
+        }
     }
 
     #[test]

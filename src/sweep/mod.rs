@@ -769,11 +769,11 @@ mod tests {
     use crate::operators::lists;
 
     /// Cases whose inputs are fast to draw.
-    const SMALL: u128 = 1 << 16;
+    const SMALL: u128 = 1 << 20;
 
     #[test]
     fn a_sweep_uses_each_member_of_each_hostile_list_of_every_operator() {
-        let mut lists_found = 0;
+        let (mut lists_found, mut unused) = (0, Vec::new());
         for operator in registry::OPERATORS {
             let mut cases = operator.edge_cases(Profile::Quick);
             let strategy = operator.strategy(Profile::Quick);
@@ -789,10 +789,13 @@ mod tests {
                 }
             }
             for (list, used, all) in lists::take_used() {
-                assert_eq!(used, all, "{}: values of `{list}` that a sweep used", operator.name());
                 lists_found += 1;
+                if used < all {
+                    unused.push(format!("{used} of {all} of `{list}` of {}", operator.name()));
+                }
             }
         }
+        assert!(unused.is_empty(), "values that a sweep used: {}", unused.join(", "));
         assert!(lists_found > 10, "{lists_found} lists");
     }
 }

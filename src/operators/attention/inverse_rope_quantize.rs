@@ -218,7 +218,7 @@ impl Operator for InverseRopeQuantize {
             plain([3, 2, 1, 128]).then(turning(128)),
             plain([3, 2, 1, 128]).then(turning(2)),
             plain([3, 2, 1, 256]).then(turning(70)),
-            plain([9, 2, 1, 256]).with(|case| {
+            plain([11, 2, 1, 256]).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),

@@ -262,7 +262,7 @@ impl Operator for KvNormRopeWrite {
             plain(11, model, 7, 2).with(|case| case.slots = SlotClass::Scattered),
             plain(9, SMALL, 3, 4).with(|case| case.slots = SlotClass::Consecutive),
             plain(5, MIDDLE, 3, 2).with(|case| case.aliasing = Aliasing::InPlace),
-            plain(9, SMALL, 3, 4).with(|case| {
+            plain(11, SMALL, 3, 4).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),

@@ -164,7 +164,7 @@ impl Operator for IndexerQuery {
             .flat_map(|(tokens, heads)| Stored::ALL.map(|stored| plain(tokens, heads, stored)))
             .collect();
         let hostile = |stored| {
-            plain(9, 3, stored).with(|case| {
+            plain(11, 3, stored).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             })

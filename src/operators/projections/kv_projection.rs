@@ -311,7 +311,7 @@ impl Operator for KvProjection {
             plain(18, 32, SMALL, CacheOfFp8),
             plain(3, 131, MIDDLE, CacheOfFp8),
             plain(2, 584, SMALL, CacheOfFp8),
-            plain(7, 16, SMALL, Cache).with(|case| {
+            plain(11, 16, SMALL, Cache).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),

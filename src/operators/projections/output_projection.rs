@@ -320,7 +320,7 @@ impl Operator for OutputProjection {
             plain(2, [1, 584, 1, 584, 8]),
             // More tokens than small tiles have, more groups than heads in one.
             plain(18, [6, 16, 3, 24, 40]),
-            plain(7, [2, 8, 2, 8, 16]).with(|case| {
+            plain(11, [2, 8, 2, 8, 16]).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),

@@ -189,7 +189,7 @@ impl Operator for QueryNormRope {
             plain([3, 3, 256]).with(|case| case.aliasing = Aliasing::InPlace),
             plain([3, 2, 38]).with(|case| case.aliasing = Aliasing::InPlace),
             plain([3, 4, 64]).with(|case| case.zero_heads = true),
-            plain([9, 2, 64]).with(|case| {
+            plain([11, 2, 64]).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),

@@ -298,7 +298,7 @@ impl Operator for QueryProjection {
             plain(2, [8, 1032, 1, 8]),
             plain(6, [8, 1032, 1, 8]),
             plain(133, [8, 1032, 1, 8]).then(coded),
-            plain(7, [16, 8, 2, 8]).with(|case| {
+            plain(11, [16, 8, 2, 8]).with(|case| {
                 case.table = TableForm::HostilePositions;
                 case.table_rows = 5;
             }),
