@@ -33,6 +33,7 @@ __all__ = [
     "check_graph_replay",
     "check_inputs_unchanged",
     "check_repeatable",
+    "oracle",
 ]
 
 _NUMPY = {"f32": "float32", "i32": "int32", "i64": "int64", "u8": "uint8"}
@@ -112,6 +113,52 @@ class Case:
         relative error that such a comparison is sure to see; `check` sees far smaller ones.
         """
         return json.loads(_native.tolerances(self.line, self._given))
+
+
+def oracle(case, tensors, numbers=None):
+    """The outputs of an operator's forward by its f64 oracle, in the order of the operator's.
+
+    Args:
+        case: A line of JSON, or a `Case`: types and options; sizes follow from the tensors.
+        tensors: All tensors that the operator reads, by name.
+        numbers: Values of other fields, by name, with dots for nested ones.
+
+    Returns:
+        One tensor, or a tuple: torch's if the first given tensor is, otherwise numpy's. numpy's
+        are float32 where the operator's are bfloat16.
+
+    Raises:
+        ValueError: an output that the oracle does not make, such as codes of a narrow format.
+    """
+    fields = json.loads(case.line if isinstance(case, Case) else case)
+    for path, value in (numbers or {}).items():
+        *outer, name = path.split(".")
+        within = fields
+        for one in outer:
+            within = within[one]
+        within[name] = value.item() if hasattr(value, "item") else value
+    given = Case(fields).with_tensors(**tensors)
+    exact = {name: one for name, *one in _native.oracle(given.line, given._given)}
+    forward = [name for name, _, _, side in given._read()[1] if side != "gradient"]
+    missing = [name for name in forward if name not in exact]
+    if missing:
+        raise ValueError(f"{given.operator}: the oracle judges `{missing[0]}` and does not make it")
+    like = next(iter(tensors.values()))
+    results = tuple(_exact(like, *exact[name]) for name in forward)
+    return results[0] if len(results) == 1 else results
+
+
+def _exact(like, dtype, shape, data):
+    """Values of the oracle in the type of the operator's output."""
+    import numpy
+
+    values = numpy.frombuffer(data, numpy.float64).reshape(shape)
+    if not hasattr(like, "detach"):
+        return values.astype(_NUMPY.get(dtype, "float32"))
+    import torch
+
+    kind = {"bf16": "bfloat16"}.get(dtype) or _NUMPY[dtype]
+    return torch.from_numpy(values.copy()).to(like.device, getattr(torch, kind))
 
 
 class Judged:

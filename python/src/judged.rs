@@ -15,6 +15,7 @@ use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Check, Verdict};
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep;
+use dsv4_reference::Precision;
 use dsv4_runtime::arena::{Violation, ViolationKind};
 use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor};
 use pyo3::exceptions::PyValueError;
@@ -254,9 +255,33 @@ pub fn tensors_of<'py>(
     let inputs = recorded.inputs.iter().map(|(name, tensor)| described(py, name, tensor)).collect();
     let outputs = zeros(&*prepared).into_iter().map(|output| {
         let (dtype, shape) = (output.tensor.dtype.to_string(), output.tensor.shape);
-        (output.name.to_owned(), dtype, shape, String::new())
+        let side = if output.side == Side::Gradient { "gradient" } else { "forward" };
+        (output.name.to_owned(), dtype, shape, side.to_owned())
     });
     Ok((inputs, outputs.collect()))
+}
+
+/// The exact outputs of a case's forward, by the oracle: name, type, sizes and f64 values.
+///
+/// What the oracle does not make, such as codes of narrow formats, is not among them.
+#[pyfunction]
+pub fn oracle<'py>(py: Python<'py>, case: &str, tensors: Given) -> PyResult<Inputs<'py>> {
+    let case = Case::parse(case).map_err(|error| errors::of_case(&error))?;
+    let (exact, written) = py.detach(|| {
+        let prepared = prepared(&case, tensors)?;
+        // An operator learns from its launches what it is to write.
+        recorded(&*prepared, &recorder()).map_err(|error| errors::of_runtime(&error))?;
+        let exact = prepared.oracle(Precision::Exact).map_err(|error| errors::of_case(&error))?;
+        Ok::<_, PyErr>((exact, zeros(&*prepared)))
+    })?;
+    let outputs = written.iter().filter(|output| output.side == Side::Forward);
+    let exact = outputs.filter_map(|output| {
+        let exact = exact.iter().find(|exact| exact.name == output.name)?;
+        let values: Vec<u8> = exact.values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+        let dtype = output.tensor.dtype.to_string();
+        Some((output.name.to_owned(), dtype, exact.shape.clone(), PyBytes::new(py, &values)))
+    });
+    Ok(exact.collect())
 }
 
 /// The derived budgets of a case as tolerances, as JSON: for each tensor `atol` and `rtol`, which

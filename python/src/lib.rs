@@ -30,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cases::case_of, module)?)?;
     module.add_function(wrap_pyfunction!(cases::case_of_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(judged::judge, module)?)?;
+    module.add_function(wrap_pyfunction!(judged::oracle, module)?)?;
     module.add_function(wrap_pyfunction!(judged::tensors_of, module)?)?;
     module.add_function(wrap_pyfunction!(judged::tolerances, module)?)?;
     Ok(())

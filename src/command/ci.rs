@@ -10,7 +10,7 @@ use crate::record::words::printable;
 use crate::report::ci;
 
 /// Options of every command that ends with a report of cases.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct CiArguments {
     /// Write JUnit XML, with one test case for each operator and check
     #[arg(long, value_name = "FILE")]

@@ -16,8 +16,9 @@ use super::sweep::{Only, SweepArguments};
 use super::{DeviceArguments, Exit, MemoryArguments, outcome, output, replay};
 use crate::case::condition::Condition;
 use crate::external::adapter::Adapter;
+use crate::external::definition::Task;
 use crate::external::process::{Call, OneShot, Worker};
-use crate::external::{self, External, ExternalOptions};
+use crate::external::{self, External, ExternalOptions, traces};
 use crate::judge::checks::CheckOptions;
 use crate::judge::runner::Runner;
 use crate::operator::AnyOperator;
@@ -26,6 +27,7 @@ use crate::record::journal::Shard;
 use crate::record::{Report, Verdict, all_cases_of};
 use crate::report::skips::by_reason;
 use crate::report::{self, times};
+use crate::sweep::regressions::fixtures_dir;
 use crate::sweep::session::{Runners, Session, SweepRequest};
 use crate::sweep::{LeftOut, SweepOptions};
 
@@ -33,9 +35,9 @@ use crate::sweep::{LeftOut, SweepOptions};
 const SCHEDULES: u32 = 0;
 
 /// Options of `parity external`.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(
-    group = ArgGroup::new("kernel").args(["worker", "cmd"]).required(true),
+    group = ArgGroup::new("kernel").args(["worker", "cmd", "solution"]).required(true),
     after_help = "\
 The command gets a folder with case.json, inputs.safetensors and expected.json, and writes outputs.safetensors into \
 it. fixtures/external has a Python package that does so, and examples.
@@ -47,7 +49,13 @@ Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compa
 )]
 pub struct ExternalArguments {
     /// Operator that the kernel implements
-    #[arg(long, value_name = "OP")]
+    #[arg(
+        long,
+        value_name = "OP",
+        default_value = "",
+        hide_default_value = true,
+        required_unless_present = "solution"
+    )]
     op: String,
     /// Command that is started once, and answers one line for each run of a case
     #[arg(long, value_name = "COMMAND")]
@@ -55,6 +63,15 @@ pub struct ExternalArguments {
     /// Command that is started for each run of a case; {dir} is the run's folder
     #[arg(long, value_name = "COMMAND")]
     cmd: Option<String>,
+    /// A Solution of FlashInfer-Bench's format in Python, as JSON: its forward is judged
+    #[arg(long, value_name = "FILE", requires = "definition", conflicts_with_all = ["op", "case"])]
+    solution: Option<PathBuf>,
+    /// The Solution's Definition, from `parity ops NAME --trace-definition`
+    #[arg(long, value_name = "FILE", requires = "solution")]
+    definition: Option<PathBuf>,
+    /// Write a Trace of each case to this file, a line of JSON each
+    #[arg(long, value_name = "FILE", requires_all = ["solution", "time"])]
+    traces: Option<PathBuf>,
     /// A second worker: compare the bits of both, tensor by tensor, and nothing with the oracle
     ///
     /// The adapter is of both.
@@ -118,6 +135,36 @@ pub struct ExternalArguments {
 
 /// Sweeps an external kernel and writes the report; the exit code is 1 when something disagrees.
 pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
+    let (Some(solution), Some(definition)) = (&arguments.solution, &arguments.definition) else {
+        return judge(arguments, None);
+    };
+    let task = Task::read(solution, definition)?;
+    let arguments = ExternalArguments {
+        op: task.operator.clone(),
+        worker: Some(solution_worker(solution, definition)),
+        condition: Condition::both(arguments.condition.clone(), Some(task.condition.clone())),
+        forward_only: true,
+        ..arguments.clone()
+    };
+    judge(&arguments, Some(&task))
+}
+
+/// The command that serves a Solution.
+fn solution_worker(solution: &Path, definition: &Path) -> String {
+    let package = fixtures_dir().join("external");
+    let [package, solution, definition] =
+        [&package, solution, definition].map(|path| quoted(&path.display().to_string()));
+    let path = format!("PYTHONPATH={package}\"${{PYTHONPATH:+:$PYTHONPATH}}\"");
+    format!("{path} python3 -m dsv4_external.solution {solution} {definition}")
+}
+
+/// A text as one word of a shell.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+/// Sweeps a kernel; the Traces of a Solution go to their file.
+fn judge(arguments: &ExternalArguments, task: Option<&Task>) -> Result<Exit> {
     let one_of_several =
         arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
     arguments.sweep.seed.announce(one_of_several)?;
@@ -142,6 +189,11 @@ pub fn execute(arguments: &ExternalArguments) -> Result<Exit> {
     }
     report::write_all(&report, &arguments.out)
         .with_context(|| format!("writing the report to {}", arguments.out.display()))?;
+    if let (Some(task), Some(path)) = (task, &arguments.traces) {
+        let lines = traces::lines(task, &report).into_iter().map(|line| format!("{line}\n"));
+        std::fs::write(path, lines.collect::<String>())
+            .with_context(|| format!("--traces {}", path.display()))?;
+    }
     outcome::print_failures(&report, &arguments.out);
     print_skips(&report, &arguments.out);
     if let Some(line) = times::line(&report) {
@@ -242,7 +294,6 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
 
 /// The arguments that decide how a case is judged, quoted for a shell.
 fn replayed(arguments: &ExternalArguments) -> String {
-    let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
     let adapter = arguments.adapter.as_ref().map(|path| path.display().to_string());
     let mut text = format!("--op {}", arguments.op);
     let commands =

@@ -261,7 +261,7 @@ pub enum Command {
     /// Show budget use and speed over revisions; warn of drifts
     History(history::HistoryArguments),
     /// Sweep an external kernel, which a command of yours runs
-    External(external::ExternalArguments),
+    External(Box<external::ExternalArguments>),
     /// Answer `parity external` with our own kernels
     ///
     /// This is the reference worker.

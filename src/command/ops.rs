@@ -1,9 +1,11 @@
 //! `parity ops`.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 
 use super::{Exit, output};
+use crate::case::Case;
+use crate::external::definition::definition;
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::family::Family;
@@ -25,6 +27,13 @@ pub struct OpsArguments {
     /// the invariant path, or of some
     #[arg(long, conflicts_with = "example")]
     invariance: bool,
+    /// Print a Definition of FlashInfer-Bench's format, whose Solutions `parity external --solution`
+    /// judges: the forward of an operator, for calls like the example, or like --case
+    #[arg(long, conflicts_with_all = ["example", "invariance", "json"])]
+    trace_definition: bool,
+    /// The case whose types, options and sizes the Definition fixes, as one line of JSON
+    #[arg(long, value_name = "CASE", requires = "trace_definition")]
+    case: Option<String>,
     /// Print JSON
     #[arg(long, conflicts_with_all = ["example", "invariance"])]
     json: bool,
@@ -42,6 +51,9 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
         }
         return Ok(Exit::Agreed);
     }
+    if arguments.trace_definition {
+        return trace_definition(arguments, &operators);
+    }
     if arguments.invariance {
         matrix(&operators);
         return Ok(Exit::Agreed);
@@ -56,6 +68,23 @@ pub fn execute(arguments: &OpsArguments) -> Result<Exit> {
     } else {
         records.iter().for_each(describe);
     }
+    Ok(Exit::Agreed)
+}
+
+/// Prints the Definition of an operator.
+fn trace_definition(arguments: &OpsArguments, operators: &[&'static AnyOperator]) -> Result<Exit> {
+    let ([_], [operator]) = (&arguments.names[..], operators) else {
+        bail!("--trace-definition is about one operator: parity ops NAME --trace-definition");
+    };
+    let case = match &arguments.case {
+        Some(line) => Case::parse(line)?,
+        None => operator.example(),
+    };
+    if case.operator != operator.name() {
+        bail!("--case is about `{}`, not about `{}`", case.operator, operator.name());
+    }
+    operator.check(&case)?;
+    output::json(&definition(operator, &case)?)?;
     Ok(Exit::Agreed)
 }
 

@@ -17,7 +17,7 @@ use crate::sweep::session::{Started, SweepRequest};
 use crate::sweep::{GivenCases, LeftOut, SweepOptions};
 
 /// Which cases a sweep draws.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct SweepArguments {
     /// Size of the sweep [default: quick]
     ///

@@ -41,7 +41,9 @@
 //! written.
 
 pub mod adapter;
+pub mod definition;
 pub mod process;
+pub mod traces;
 pub mod wire;
 
 use std::cell::{Cell, RefCell};

@@ -47,6 +47,7 @@ mod sequence;
 mod shard;
 mod slurm;
 mod smoke;
+mod solution;
 mod specification;
 mod steps;
 mod support;
