@@ -46,7 +46,9 @@ const PRODUCTION_WIDTH: u64 = 7168;
 const TALL: u64 = 1031;
 /// The largest tile along any axis of most kernels.
 const TILE: u64 = 64;
-/// Elements that a case of the model's width, or a tall one, may add to a small case.
+/// Elements that a tall case may add to a small one: on the emulator each row has a block.
+const ROOM_TO_TALL: usize = 1 << 15;
+/// Elements that a case of the model's width may add to a small case.
 const ROOM_TO_PRODUCTION: usize = 1 << 18;
 /// Elements that a case may add where one extent is larger than a tile.
 const ROOM_BEYOND_A_TILE: usize = 1 << 16;
@@ -66,7 +68,7 @@ fn fields_of(operator: &dyn Declaration, cases: &[Value]) -> BTreeSet<String> {
 pub(super) fn of_production(operator: &dyn Declaration, known: &[AnyCase]) -> Vec<AnyCase> {
     let (typical, known) = (values(&operator.typical()), values(known));
     let fields = fields_of(operator, &typical);
-    let reach = |is_such: fn(&Specs, &str) -> bool, least: u64, to: u64| {
+    let reach = |is_such: fn(&Specs, &str) -> bool, [least, to]: [u64; 2], room: usize| {
         let reaches = |field: &String| {
             known.iter().any(|case| number(case, field).is_some_and(|number| number >= least))
         };
@@ -83,13 +85,13 @@ pub(super) fn of_production(operator: &dyn Declaration, known: &[AnyCase]) -> Ve
             let small = with_small_others(operator, case, field);
             let wide = with(&small, field, to);
             let added = size(operator, &wide)?.saturating_sub(size(operator, &small)?);
-            (added <= ROOM_TO_PRODUCTION).then_some((added, wide))
+            (added <= room).then_some((added, wide))
         });
         let (_, cheapest) = cases.min_by_key(|(added, _)| *added)?;
         case_of(operator, &cheapest).map(|(case, _)| case)
     };
-    let wide = reach(is_width, PRODUCTION_WIDTH, PRODUCTION_WIDTH);
-    let tall = reach(is_count_of_rows, 1000, TALL);
+    let wide = reach(is_width, [PRODUCTION_WIDTH; 2], ROOM_TO_PRODUCTION);
+    let tall = reach(is_count_of_rows, [1000, TALL], ROOM_TO_TALL);
     wide.into_iter().chain(tall).collect()
 }
 

@@ -117,7 +117,11 @@ impl MoeRows {
             // Ranks with tokens, of which one received no row and one the first few.
             Self { received: Some(0), ..with(Experts::Distinct, Self::plain([5, 3, 8], 24)) },
             Self { received: Some(0), dtype: Float::F32, ..Self::plain([5, 3, 8], 9) },
-            Self { received: Some(6), ..with(Experts::Repeated, Self::plain([7, 3, 4], 40)) },
+            Self {
+                received: Some(6),
+                dtype: Float::F32,
+                ..with(Experts::Repeated, Self::plain([7, 3, 4], 40))
+            },
         ]
     }
 
