@@ -307,7 +307,10 @@ impl Matrix {
         });
         Self {
             rows: rows.collect(),
-            absent: columns().filter(|known| !seen.contains(known)).collect(),
+            // Two kernels are held beside each other only where a second one is given.
+            absent: columns()
+                .filter(|known| !seen.contains(known) && *known != Check::Beside.as_str())
+                .collect(),
             columns: seen.into_iter().map(str::to_owned).collect(),
         }
     }
