@@ -43,7 +43,6 @@
 pub mod adapter;
 pub mod definition;
 pub mod process;
-pub mod traces;
 pub mod wire;
 
 use std::cell::{Cell, RefCell};

@@ -66,6 +66,7 @@ pub(crate) mod summary;
 #[cfg(test)]
 mod tests;
 pub(crate) mod times;
+pub(crate) mod traces;
 
 /// The report as one HTML page that refers to nothing outside itself.
 pub fn html(report: &Report) -> String {

@@ -2,11 +2,11 @@
 
 use serde_json::{Map, Value, json};
 
-use super::definition::Task;
+use super::numbers;
 use crate::calls::fields::leaves;
 use crate::case::Case;
+use crate::external::definition::Task;
 use crate::record::{CaseRecord, Check, CheckRecord, Metrics, Report, Verdict};
-use crate::report::numbers;
 
 /// A Trace of each case that ran. Times are those that the worker measured.
 pub fn lines(task: &Task, report: &Report) -> Vec<Value> {
