@@ -52,8 +52,12 @@ impl Serialize for Ordered {
 /// The Definition of the calls that are like a case's forward.
 ///
 /// # Errors
-/// An operator that writes a cache or another state, which the format cannot say.
+/// An operator that writes a cache or another state, or of several ranks, which the format cannot
+/// say.
 pub fn definition(operator: &'static AnyOperator, case: &Case) -> Result<Definition> {
+    if operator.has_ranks() {
+        bail!("{} is of several ranks; a Definition is of one", operator.name());
+    }
     let call = operator.call(case)?;
     let observed = Observer::new(hopper()).observe(&call)?;
     let (given, written): (Vec<&Seen>, Vec<&Seen>) =

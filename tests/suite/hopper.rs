@@ -584,8 +584,8 @@ fn an_mbarrier_that_nobody_initialised_shows() {
 #[test]
 fn a_misaligned_mbarrier_shows() {
     assert_shows(
-        "FULL = SUMS + TILE * TILE * 4,",
-        "FULL = SUMS + TILE * TILE * 4 + 4,",
+        "FULL = OFFSET_OF(PipelinePlan, full);",
+        "FULL = OFFSET_OF(PipelinePlan, full) + 4;",
         "not 8-byte aligned",
     );
 }
@@ -593,8 +593,8 @@ fn a_misaligned_mbarrier_shows() {
 #[test]
 fn an_mbarrier_under_data_shows() {
     assert_shows(
-        "FULL = SUMS + TILE * TILE * 4,",
-        "FULL = SUMS + TILE * TILE * 4 - 8,",
+        "FULL = OFFSET_OF(PipelinePlan, full);",
+        "FULL = OFFSET_OF(PipelinePlan, full) - 8;",
         "over the mbarrier",
     );
 }

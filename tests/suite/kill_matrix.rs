@@ -46,7 +46,7 @@ fn mutants(mutants: &Path, arguments: &[&str]) -> Output {
 fn planted(find: &str, replace: &str) -> String {
     format!(
         r#"operator = "kv_cache_write"
-file = "kv_cache_write.cu"
+file = "group_write.h"
 
 [cases]
 small = '{{"operator":"kv_cache_write","num_tokens":11,"nope_dim":128,"rope_dim":32,"num_pages":3,"page_size":5,"slots":"hostile","contents":"drawn","distribution":"normal","magnitude":1.0,"page_padding":152,"seed":1}}'
@@ -62,7 +62,7 @@ cases = ["small"]
     )
 }
 
-const SCALE: &str = "return to_e8m0(__fmul_rn(maximum_f32(amax, AMAX_FLOOR), 1.0f / 448.0f));";
+const SCALE: &str = "const uint8_t scale = group_scale(largest(largest_magnitude(stored), GROUP_LANES), E4M3_FLOOR, 1.0f / 448.0f);";
 
 #[test]
 fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
@@ -91,7 +91,7 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
             .any(|skip| skip.what == "generated mutants of kv_cache_write" && skip.count > 50)
     );
     assert!(
-        read("index.html").contains("<span class=\"added\">+ /* as it was */ return to_e8m0"),
+        read("index.html").contains("<span class=\"added\">+ /* as it was */ const uint8_t scale"),
         "the page shows no diff"
     );
     assert!(read("summary.md").contains("**survived:** `cache_bug`"), "{}", read("summary.md"));
@@ -99,17 +99,15 @@ fn a_planted_mutant_that_survives_exits_with_1_and_is_shown_with_its_line() {
 
 #[test]
 fn a_killed_mutant_exits_with_0_and_a_generated_survivor_shows_its_line() {
-    let bugs = folder(
-        "kv_cache_write.toml",
-        &planted(SCALE, "return to_e8m0(maximum_f32(amax, AMAX_FLOOR));"),
-    );
+    let unscaled = SCALE.replace("1.0f / 448.0f", "1.0f");
+    let bugs = folder("kv_cache_write.toml", &planted(SCALE, &unscaled));
     mutants(bugs.path(), &["--only", "cache_bug"]).assert_code(0);
     // Any lane of a group may store its scale; the list with this reason is not in this folder.
     let output =
-        mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:023f4c12"]);
+        mutants(bugs.path(), &["--only", "kv_cache_write:write_group:comparison:9a1d2547"]);
     output.assert_code(1);
     for needle in
-        ["SURVIVED", "    - if (chunk % GROUP_LANES == 0) scales", "    + if (chunk % GROUP_LANES "]
+        ["SURVIVED", "lane_id() % GROUP_LANES == 0) scales", "lane_id() % GROUP_LANES != 0) scales"]
     {
         assert!(output.stdout.contains(needle), "`{needle}` is not in\n{}", output.stdout);
     }
@@ -195,7 +193,7 @@ fn lists_that_no_longer_fit_the_kernels_are_bad_input() {
 
 #[test]
 fn a_mutant_that_is_asked_for_and_cannot_run_exits_with_1_and_says_why() {
-    let bugs = folder("kv_cache_write.toml", &planted(SCALE, "return 0;"));
+    let bugs = folder("kv_cache_write.toml", &planted(SCALE, "const uint8_t scale = 0;"));
     let output = mutants(bugs.path(), &["--only", "cache_bug", "--memory", "1000"]);
     output.assert_code(1);
     assert!(output.stderr.contains("cache_bug did not run: "), "{}", output.stderr);
