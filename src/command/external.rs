@@ -38,6 +38,9 @@ const SCHEDULES: u32 = 0;
 #[derive(Clone, Debug, Args)]
 #[command(
     group = ArgGroup::new("kernel").args(["worker", "cmd", "solution"]).required(true),
+    override_usage = "parity external [OPTIONS] --op <OP> --worker <COMMAND>
+       parity external [OPTIONS] --op <OP> --cmd <COMMAND>
+       parity external [OPTIONS] --solution <FILE> --definition <FILE>",
     after_help = "\
 The command gets a folder with case.json, inputs.safetensors and expected.json, and writes outputs.safetensors into \
 it. fixtures/external has a Python package that does so, and examples.

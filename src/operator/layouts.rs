@@ -37,6 +37,9 @@ pub(super) const MOST_ADDRESSES: usize = 1 << 37;
 /// Most elements before the first one of a tensor.
 const MOST_OFFSET: usize = 256;
 
+/// The widest access.
+const VECTOR_BYTES: usize = 16;
+
 /// That many elements of any type are a multiple of the 16 bytes of the widest access.
 const WHOLE_VECTOR: usize = 16;
 
@@ -251,10 +254,15 @@ pub fn dense_off_by_one(specs: &Specs) -> Layouts {
     offset_by_one(specs, Layouts::new())
 }
 
-/// The layouts with every tensor one unit off: an element, or what its kernel aligns rows to.
+/// The layouts with every tensor one unit off: an element, or what its kernel aligns rows to. A
+/// kernel that takes no rows but those of whole vectors, such as one for Hopper, may take no other
+/// address of a dense tensor either.
 fn offset_by_one(specs: &Specs, mut layouts: Layouts) -> Layouts {
+    let bytes = |spec: &TensorSpec| unit_of(spec) * spec.dtype.size();
+    let least = specs.present().map(bytes).filter(|bytes| *bytes >= VECTOR_BYTES).min();
     for spec in specs.present().filter(|spec| spec.placed.is_none() && spec.takes_offsets()) {
-        layouts.entry(spec.name.to_owned()).or_default().offset = unit_of(spec);
+        let least = least.map_or(1, |bytes| bytes / spec.dtype.size());
+        layouts.entry(spec.name.to_owned()).or_default().offset = unit_of(spec).max(least);
     }
     layouts
 }

@@ -84,7 +84,7 @@ pub fn find(name: &str) -> Result<&'static AnyOperator, CaseError> {
 /// Empty where no name is similar.
 fn did_you_mean(name: &str) -> String {
     /// The most names that are suggested.
-    const MOST: usize = 4;
+    const MOST: usize = 5;
     /// The least Jaro-Winkler similarity of a suggested name, and how far it may be below the best.
     const ENOUGH: f64 = 0.75;
     const BEHIND: f64 = 0.05;

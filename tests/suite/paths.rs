@@ -14,7 +14,11 @@ use dsv4_runtime::recording::RecordingBackend;
 use dsv4_runtime::{BackendKind, Contract, Device, Environment};
 use rayon::prelude::*;
 
+use crate::extent::left_out;
 use crate::support;
+
+/// Elements of the largest cases whose launches are tried.
+const MOST_ELEMENTS: u128 = 1 << 22;
 
 /// The paths that a case's launchers take there; none for a case that a sweep skips there.
 fn paths_of(operator: &AnyOperator, case: &Case, device: &Device) -> Vec<String> {
@@ -68,6 +72,34 @@ fn gaps(environment: &Environment) -> Vec<String> {
 #[test]
 fn on_a_hopper_gpu_every_declared_path_is_taken_by_an_edge_case_or_a_remembered_one() {
     assert_eq!(gaps(&hopper()), [""; 0]);
+}
+
+/// Also those for Hopper, whose launchers reject what hardware does not copy.
+#[test]
+fn on_a_hopper_gpu_no_edge_case_is_rejected() {
+    if left_out(&["src/operator/", "src/operators/"]) {
+        return;
+    }
+    let device = Device::accepting(hopper(), dsv4_kernels::sources());
+    let cases: Vec<(&AnyOperator, Case)> = registry::OPERATORS
+        .iter()
+        .flat_map(|&operator| {
+            operator.edge_cases(Profile::Quick).into_iter().map(move |case| (operator, case))
+        })
+        .collect();
+    let rejected: Vec<String> = cases
+        .par_iter()
+        .filter(|(operator, case)| operator.cannot_run(case, device.environment()).is_none())
+        .filter(|(operator, case)| {
+            operator.elements(case).is_ok_and(|elements| elements < MOST_ELEMENTS)
+        })
+        .filter_map(|(operator, case)| {
+            let prepared = operator.prepare(case).ok()?;
+            let ran = prepared.kernel(&device, Contract::NAN);
+            ran.err().map(|error| format!("{}: {error}", case.line()))
+        })
+        .collect();
+    assert_eq!(rejected, [""; 0]);
 }
 
 /// GPUs without Hopper's instructions: target, SMs, shared memory of a block.
