@@ -41,7 +41,7 @@ impl Turn {
 /// What messages about that run start with.
 pub(super) const WHEN: &str = "the operator's first case again, at the end of the sweep";
 
-/// Marks the first case of each operator, and the last one that surely runs.
+/// Marks the first case of each operator in a whole plan, and the last one that surely runs.
 pub fn mark_turns(cases: &mut [&mut PlannedCase], options: &SweepOptions) {
     if options.checks.only_batches || options.checks.only_beside {
         return;
@@ -92,13 +92,15 @@ pub(super) fn settle(
     let Turn::Last(case) = turn else { return progress.keep_first(&record.operator, bits) };
     let when = format!("{WHEN} ({})", case.line());
     let skip = |why: &str| Skip { what: "the first case again".into(), why: why.into(), count: 1 };
-    match (progress.take_first(&record.operator), bits) {
-        (Some(Bits(Ok(first))), Bits(second)) => {
+    // Another shard, or the run that this one resumes, may have had the first case. Records are
+    // those of a run that was not divided, so it runs here twice.
+    let first = progress.take_first(&record.operator).unwrap_or_else(|| Bits::of(case, runner));
+    match (first, bits) {
+        (Bits(Ok(first)), Bits(second)) => {
             let (found, skips) = checks::again(&first, second, runner, &when);
             record.checks.extend(found);
             record.skips.extend(skips);
         }
-        (Some(Bits(Err(error))), _) => record.skips.push(skip(&error.message)),
-        (None, _) => record.skips.push(skip("its first run had not ended")),
+        (Bits(Err(error)), _) => record.skips.push(skip(&error.message)),
     }
 }

@@ -327,7 +327,9 @@ fn run_missing(
     // A kill between a failing case and its shrunk case leaves the failing case as the last record.
     let unshrunk = recorder.cases.last().filter(|case| case.origin == Origin::Drawn).cloned();
     let mut missing: Vec<(u64, PlannedCase)> = Vec::new();
-    for ((number, planned), index) in (0..).zip(plan.cases).zip(plan.shard_of) {
+    let mut cases = plan.cases;
+    super::mark_turns(&mut cases.iter_mut().collect::<Vec<_>>(), options);
+    for ((number, planned), index) in (0..).zip(cases).zip(plan.shard_of) {
         if let Some(record) = unshrunk.as_ref().filter(|record| record.plan_number == Some(number))
         {
             super::shrink_planned(planned, record, one, options, &mut progress, recorder);
@@ -335,10 +337,6 @@ fn run_missing(
             missing.push((number, planned));
         }
     }
-    super::mark_turns(
-        &mut missing.iter_mut().map(|(_, planned)| planned).collect::<Vec<_>>(),
-        options,
-    );
     recorder.planned("", missing.len());
     match runners {
         Runners::One(one) => {
