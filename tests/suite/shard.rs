@@ -428,9 +428,9 @@ fn a_killed_worker_loses_nothing_and_resumes_where_it_was() {
         .unwrap();
     merge_into(dir.path(), "merged", &["out"])
         .assert_bad_input(&["shard 1/2 is unfinished", "--resume"]);
-    let other = [&resume[..], &["--schedules", "1"]].concat();
+    let other = [&resume[..], &["--schedules", "3"]].concat();
     run(dir.path(), "out", &other)
-        .assert_bad_input(&["cannot be resumed", "--schedules 2, and not with 1"]);
+        .assert_bad_input(&["cannot be resumed", "--schedules 1, and not with 3"]);
     let other: Vec<_> =
         resume.iter().map(|&argument| if argument == "1/2" { "0/2" } else { argument }).collect();
     run(dir.path(), "out", &other).assert_bad_input(&["it is shard 1/2, not 0/2"]);
