@@ -397,6 +397,8 @@ fn wrong_halos_are_seen() {
 /// FM-178.
 #[test]
 fn ranks_that_call_other_collectives_are_named_with_both_places() {
+    // Ranks that have loaded modules are those that fail.
+    assert!(failed(&judged::<Nothing>(REMAPPED)).0.is_empty());
     let said = seen_by::<AnotherOrder>(REMAPPED, &["launch"]);
     for part in [
         "rank 1 of 3, barrier at ",
@@ -408,6 +410,9 @@ fn ranks_that_call_other_collectives_are_named_with_both_places() {
     }
     let said = seen_by::<Absent>(REMAPPED, &["launch"]);
     assert!(said.contains("it calls this, where rank") && said.contains("all_gather of"), "{said}");
+    // The next case has other processes, which have loaded no module yet.
+    let (found, said) = failed(&judged::<Nothing>(REMAPPED));
+    assert!(found.is_empty(), "{found:?}\n{said}");
 }
 
 /// The most elements of a case of the sweep, and the most cases.

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
 use super::cache::ModuleCache;
@@ -89,7 +89,21 @@ enum Others {
     /// Ranks that only record.
     Silent,
     /// Processes with devices of the same kind, and the modules of each.
-    Processes(Arc<Ranks>, Arc<Mutex<Vec<Modules>>>),
+    Processes(Arc<Ranks>, Arc<Mutex<RankModules>>),
+}
+
+/// The modules of each rank, by the process that has loaded them. After a failure ranks are other
+/// processes, to which the modules of those before mean nothing.
+type RankModules = HashMap<usize, (Weak<RemoteBackend>, Modules)>;
+
+/// The modules of a rank that is this process now.
+fn modules_of(known: &Mutex<RankModules>, rank: usize, device: &Arc<RemoteBackend>) -> Modules {
+    let mut known = known.lock().unwrap_or_else(|e| e.into_inner());
+    let (owner, modules) = known.entry(rank).or_default();
+    if !std::ptr::eq(owner.as_ptr(), Arc::as_ptr(device)) {
+        (*owner, *modules) = (Arc::downgrade(device), Modules::default());
+    }
+    modules.clone()
 }
 
 impl Others {
@@ -280,15 +294,9 @@ impl Device {
                 return Err(RuntimeError::BackendMissing { backend: "ranks", reason });
             }
         };
-        let modules = {
-            let mut modules = modules.lock().unwrap_or_else(|e| e.into_inner());
-            let known = modules.len().max(size);
-            modules.resize_with(known, Modules::default);
-            modules.clone()
-        };
         let terms = Terms { size, delays, schedule: self.backend.schedule_seed() };
         ranks.run(terms, &|_| {}, &|member| {
-            let modules = modules[member.world.rank()].clone();
+            let modules = modules_of(modules, member.world.rank(), &member.device);
             let (backend, world) = (member.device, Some(member.world));
             work(&Self {
                 backend,
