@@ -1493,6 +1493,7 @@ def compressor_stream(
     overlaps: bool | None = None,
     position: int | None = None,
     rope_dim: int = 64,
+    spare_entries: int = 0,
     staggered: bool = True,
     out: Any = None,
 ) -> Tensor:
@@ -1521,6 +1522,7 @@ def compressor_stream(
         overlaps: one of True, False.
         position: a number.
         rope_dim: a number; the model's is 64.
+        spare_entries: a number; the model's is 0.
         staggered: one of True, False; the model's is True.
         out: Results to write, as this returns them.
 
@@ -1677,6 +1679,8 @@ def indexer_logits(
     page_size: int = 64,
     ratio: int | None = None,
     sm_scale: float = 1.0,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> Tensor:
     """The indexer's logits: weighted sums over the heads of positive products, of ranges of keys, causal or paged.
@@ -1703,6 +1707,8 @@ def indexer_logits(
         page_size: a number; the model's is 64.
         ratio: a number.
         sm_scale: a number; the model's is 1.0.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -2956,6 +2962,8 @@ def score_recompute(
     ratio: int | None = None,
     softmax_scale: float = 0.044194173,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> ScoreRecomputeResult:
     """The indexer's distillation target: attention scores summed over the heads, sparse or dense.
@@ -2978,6 +2986,8 @@ def score_recompute(
         ratio: a number.
         softmax_scale: a number; the model's is 0.044194173.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3000,6 +3010,7 @@ def indexer_recompute(
     *,
     global_: bool = True,
     sm_scale: float = 0.08838835,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> Tensor:
     """The indexer's logits of the keys that each token's list names, computed again for its loss.
@@ -3016,6 +3027,7 @@ def indexer_recompute(
         cu_k: [num_sequences_and_one] i32; may be absent.
         global_: one of False, True; the model's is True.
         sm_scale: a number; the model's is 0.08838835.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3054,6 +3066,8 @@ def indexer_loss(
     together: bool | None = None,
     with_kl: bool = True,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> IndexerLossResult:
     """The indexer's distillation loss, KL(target || prediction), sparse or dense, and its score gradient.
@@ -3083,6 +3097,8 @@ def indexer_loss(
         together: one of False, True.
         with_kl: one of True, False; the model's is True.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3118,6 +3134,8 @@ def indexer_loss_backward(
     reduction: Literal['mean_of_real_rows', 'mean_of_rows', 'sum'] = 'sum',
     together: bool | None = None,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> Tensor:
     """Gradients of `indexer_loss`: The indexer's distillation loss, KL(target || prediction), sparse or dense, and its score gradient.
@@ -3147,6 +3165,8 @@ def indexer_loss_backward(
         reduction: one of mean_of_real_rows, mean_of_rows, sum; the model's is sum.
         together: one of False, True.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3176,6 +3196,8 @@ def indexer_backward(
     ratio: int | None = None,
     sm_scale: float = 0.08838835,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> IndexerBackwardResult:
     """Gradients of the indexer's queries, keys and head weights from that of its logits, sparse or dense.
@@ -3198,6 +3220,8 @@ def indexer_backward(
         ratio: a number.
         sm_scale: a number; the model's is 0.08838835.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3238,6 +3262,8 @@ def indexer_distillation(
     reduction: Literal['mean_of_rows', 'sum'] | None = None,
     sm_scale: float | None = None,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> IndexerDistillationResult:
     """A step of the indexer's training: logits, lists, target, loss, and the gradients of its queries, keys and weights.
@@ -3265,6 +3291,8 @@ def indexer_distillation(
         reduction: one of mean_of_rows, sum.
         sm_scale: a number.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -3303,6 +3331,8 @@ def indexer_distillation_backward(
     reduction: Literal['mean_of_rows', 'sum'] | None = None,
     sm_scale: float | None = None,
     columns: int | None = None,
+    num_sequences: int | None = None,
+    num_sequences_and_one: int | None = None,
     out: Any = None,
 ) -> IndexerDistillationBackwardResult:
     """Gradients of `indexer_distillation`: A step of the indexer's training: logits, lists, target, loss, and the gradients of its queries, keys and weights.
@@ -3327,6 +3357,8 @@ def indexer_distillation_backward(
         reduction: one of mean_of_rows, sum.
         sm_scale: a number.
         columns: a number.
+        num_sequences: a number.
+        num_sequences_and_one: a number.
         out: Results to write, as this returns them.
 
     Returns:

@@ -304,6 +304,6 @@ def test_our_operators_agree_by_the_judge_when_they_are_called_as_functions(oper
     cases = _native.cases(operator, "smoke", None, 1, 0, 0)
     if operator in OF_BYTES:
         pytest.skip("what is compared is the meaning of its bytes, which only the operator tells")
-    record, diagnosis = _native.judge(cases[0][1], as_a_kernel, "")
+    record, diagnosis = _native.judge(cases[0][1], as_a_kernel, "", {})
     assert not diagnosis, diagnosis
     assert any(check["compared"] for check in json.loads(record)["checks"])
