@@ -12,6 +12,7 @@ use thiserror::Error;
 
 pub mod condition;
 mod draw;
+pub mod shell;
 
 pub use draw::{Distribution, Draw, NORMAL_WORDS, permutation};
 
@@ -121,11 +122,10 @@ impl Case {
     /// The command that replays this case on a device like this one, with the same number of random
     /// schedules (emulator).
     pub fn replay_command(&self, device: &Device, schedules: u32) -> String {
-        let quoted = |text: &str| format!("'{}'", text.replace('\'', "'\\''"));
         let backend = device.environment().backend;
         let mut command = format!("parity replay --backend {backend}");
         if let Some(directory) = device.tree().directory() {
-            command += &format!(" --kernels {}", quoted(&directory.display().to_string()));
+            command += &format!(" --kernels {}", shell::quoted(&directory.display().to_string()));
         }
         let sms = device.environment().processors;
         if backend == BackendKind::Emulator && sms != SMS {
@@ -134,7 +134,7 @@ impl Case {
         if backend == BackendKind::Emulator && schedules > 0 {
             command += &format!(" --schedules {schedules}");
         }
-        format!("{command} {}", quoted(&self.line()))
+        format!("{command} {}", shell::quoted(&self.line()))
     }
 }
 

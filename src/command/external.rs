@@ -15,6 +15,7 @@ use super::progress::Terminal;
 use super::sweep::{Only, SweepArguments};
 use super::{DeviceArguments, Exit, MemoryArguments, outcome, output, replay};
 use crate::case::condition::Condition;
+use crate::case::shell::quoted;
 use crate::external::adapter::Adapter;
 use crate::external::definition::Task;
 use crate::external::process::{Call, OneShot, Worker};
@@ -159,11 +160,6 @@ fn solution_worker(solution: &Path, definition: &Path) -> String {
         [&package, solution, definition].map(|path| quoted(&path.display().to_string()));
     let path = format!("PYTHONPATH={package}\"${{PYTHONPATH:+:$PYTHONPATH}}\"");
     format!("{path} python3 -m dsv4_external.solution {solution} {definition}")
-}
-
-/// A text as one word of a shell.
-fn quoted(text: &str) -> String {
-    format!("'{}'", text.replace('\'', "'\\''"))
 }
 
 /// Sweeps a kernel; the Traces of a Solution go to their file.

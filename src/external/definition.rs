@@ -19,10 +19,9 @@ use crate::calls::signature::{Kind, Signature};
 use crate::case::Case;
 use crate::case::condition::Condition;
 use crate::operator::AnyOperator;
+use crate::operator::batches::ROWS;
 use crate::operator::declaration::Part;
 
-/// Axes that may vary, the first of them that a given tensor has.
-const ROWS: [&str; 3] = ["num_tokens", "num_rows", "batch"];
 /// What the tags of this tool start with.
 const TAG: &str = "dsv4-parity";
 
@@ -66,6 +65,7 @@ pub fn definition(operator: &'static AnyOperator, case: &Case) -> Result<Definit
         let (name, operator) = (state.spec.name, operator.name());
         bail!("{operator} writes over `{name}`; a Definition has inputs and outputs alone");
     }
+    // The one that may vary.
     let has = |axis: &&str| given.iter().any(|seen| seen.spec.axis(axis).is_some());
     let rows = ROWS.into_iter().find(has);
     let Fields { numbers, condition } = Fields::of(operator, case, rows)?;

@@ -61,6 +61,7 @@ use serde::{Deserialize, Serialize};
 use self::adapter::Adapter;
 use self::process::Call;
 use self::wire::{WireTensor, WireTensors, WireType};
+use crate::case::shell::quoted;
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
 use crate::operator::{
@@ -466,11 +467,7 @@ impl Runner for External {
     }
 
     fn replay_command(&self, case: &Case, _schedules: u32) -> String {
-        format!(
-            "parity external {} --case '{}'",
-            self.options.arguments,
-            case.line().replace('\'', "'\\''")
-        )
+        format!("parity external {} --case {}", self.options.arguments, quoted(&case.line()))
     }
 
     fn blind_to(&self, check: &Check) -> Option<&'static str> {

@@ -15,6 +15,7 @@ use dsv4_runtime::supervisor::Supervised;
 use serde::Deserialize;
 use serde_json::json;
 
+use crate::case::shell::quoted;
 use crate::judge::runner::RunError;
 use crate::record::{Seconds, words};
 
@@ -236,7 +237,7 @@ fn hint(status: ExitStatus, said: &str) -> String {
 
 impl Call for OneShot {
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
-        let folder = format!("'{}'", folder.display().to_string().replace('\'', "'\\''"));
+        let folder = quoted(&folder.display().to_string());
         let mut command = start(&self.command.replace("{dir}", &folder), Stdio::null())?;
         let (_, stdout, stderr) = command.take_streams();
         let streams: [Option<Box<dyn Read + Send>>; 2] = [

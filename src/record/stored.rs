@@ -34,6 +34,7 @@ use super::{
     Skip, Verdict, Worst, number,
 };
 use crate::case::Case;
+use crate::case::shell::quoted;
 
 /// Limit of checks in all cases of a stored report: a small file must not expand to more than
 /// memory holds.
@@ -358,8 +359,7 @@ impl Stored {
 
 /// The line of a case, quoted as a replay command has it.
 fn quoted_line(case: &Value) -> Option<String> {
-    let line = serde_json::from_value::<Case>(case.clone()).ok()?.line();
-    Some(format!("'{}'", line.replace('\'', "'\\''")))
+    Some(quoted(&serde_json::from_value::<Case>(case.clone()).ok()?.line()))
 }
 
 /// The text before the line of the case and after it, or the whole command where it does not hold

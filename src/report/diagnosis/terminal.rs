@@ -8,6 +8,7 @@ use std::path::Path;
 
 use super::{Diagnosis, of_report, places};
 use crate::case::Case;
+use crate::case::shell::quoted;
 use crate::judge::order;
 use crate::record::{CaseRecord, Report, words};
 use crate::report::numbers::{count, counted};
@@ -161,14 +162,13 @@ fn shortened(message: &str) -> String {
 /// The command that replays a case of the records in a folder.
 fn by_reference(case: &CaseRecord, out: &Path) -> String {
     let records = out.join(crate::record::journal::RECORDS);
-    let quoted = |text: String| format!("'{}'", text.replace('\'', "'\\''"));
     let Ok(own) = serde_json::from_value::<Case>(case.case.clone()) else {
         return case.replay.clone();
     };
-    let line = quoted(own.line());
+    let line = quoted(&own.line());
     match case.replay.strip_suffix(&line) {
         Some(command) => {
-            format!("{command}{}", quoted(format!("{}#{}", records.display(), own.digest())))
+            format!("{command}{}", quoted(&format!("{}#{}", records.display(), own.digest())))
         }
         None => case.replay.clone(),
     }
