@@ -22,7 +22,7 @@ use crate::case::Case;
 use crate::record::BatchAxis;
 
 /// The names of axes of rows, in the order in which they are looked for.
-const ROWS: [&str; 3] = ["num_tokens", "num_rows", "batch"];
+pub const ROWS: [&str; 3] = ["num_tokens", "num_rows", "batch"];
 
 /// Elements that the tensors of a larger batch may have, if the case itself has fewer.
 const MOST_ELEMENTS: u128 = 1 << 18;

@@ -147,9 +147,9 @@ pub struct Benchmark<K: Operator> {
 /// sampled entries to the oracle with them.
 #[derive(Clone, Debug)]
 pub struct Reduced {
-    /// Their direction.
-    pub direction: Direction,
-    /// Their names.
+    /// Their directions.
+    pub directions: &'static [Direction],
+    /// Their names in each direction.
     pub names: &'static [&'static str],
     /// Fields of the case.
     pub whole: Value,
@@ -160,12 +160,17 @@ pub struct Reduced {
 impl Reduced {
     /// Of forwards.
     pub fn forward(names: &'static [&'static str], whole: Value, drawn: Value) -> Self {
-        Self { direction: Direction::Forward, names, whole, drawn }
+        Self { directions: &[Direction::Forward], names, whole, drawn }
     }
 
     /// Of backwards.
     pub fn backward(names: &'static [&'static str], whole: Value, drawn: Value) -> Self {
-        Self { direction: Direction::Backward, names, whole, drawn }
+        Self { directions: &[Direction::Backward], names, whole, drawn }
+    }
+
+    /// Of forwards and of backwards.
+    pub fn both(names: &'static [&'static str], whole: Value, drawn: Value) -> Self {
+        Self { directions: &[Direction::Forward, Direction::Backward], names, whole, drawn }
     }
 }
 
@@ -174,10 +179,9 @@ impl Reduced {
 /// # Errors
 /// One that has no benchmark, or fields that are none of its case's.
 pub(super) fn reduced<K: Operator>(environment: &Environment) -> Result<Vec<AnyBenchmark>> {
-    let one = |reduced: &Reduced, name: &str| -> Result<AnyBenchmark> {
-        let is_it = |benchmark: &Benchmark<K>| {
-            benchmark.name == name && benchmark.direction == reduced.direction
-        };
+    let one = |reduced: &Reduced, direction: Direction, name: &str| -> Result<AnyBenchmark> {
+        let is_it =
+            |benchmark: &Benchmark<K>| benchmark.name == name && benchmark.direction == direction;
         let found = K::benchmarks(environment).into_iter().find(is_it);
         let found =
             found.with_context(|| format!("{} has no benchmark `{name}`", K::ABOUT.name))?;
@@ -185,8 +189,10 @@ pub(super) fn reduced<K: Operator>(environment: &Environment) -> Result<Vec<AnyB
     };
     let mut all = Vec::new();
     for reduced in K::reduced_benchmarks() {
-        for name in reduced.names {
-            all.push(one(&reduced, name)?);
+        for &direction in reduced.directions {
+            for name in reduced.names {
+                all.push(one(&reduced, direction, name)?);
+            }
         }
     }
     Ok(all)

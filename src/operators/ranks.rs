@@ -49,7 +49,7 @@ pub trait Taps: Send + Sync + 'static {
     fn tap(rank: usize) -> Box<dyn Tap>;
 }
 
-/// Nobody.
+/// No taps.
 pub struct NoTaps;
 
 impl Taps for NoTaps {

@@ -32,7 +32,7 @@ pub trait Tap {
     ) -> Result<()>;
 }
 
-/// Nobody: every launch runs.
+/// No tap: every launch runs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Untapped;
 

@@ -18,6 +18,7 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use super::collectives::Rank;
 use super::partition::{PADDING, slots};
+use super::steps::in_workspace;
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 use crate::attention::sparse_attention;
 use crate::model::tap::Tap;
@@ -220,12 +221,7 @@ pub fn forward(
     let call = Parallel::new(views, options, extents, false)?;
     let slots = call.gather(&mut rank)?;
     let attended = call.attended(&rank, &slots)?;
-    let attended = ["out", "lse", "max_logits"]
-        .into_iter()
-        .fold(attended, |all, name| all.with(name, &views[name]));
-    let ran = rank.launch("sparse_attention", "forward", &attended, |device| {
-        sparse_attention::forward(device, &attended, options.attention)
-    })?;
+    let ran = rank.attention(views, attended, options.attention)?;
     Ok(ran.into_iter().chain(["all_gather".into()]).collect())
 }
 
@@ -257,10 +253,7 @@ pub fn backward(
     let mut ran = call.gradients(&mut rank, attended)?;
     ran.extend(call.scatter(&mut rank, &slots)?);
     ran.extend(["all_gather".into(), "reduce_scatter".into()]);
-    if let Some(dsink) = views.get("dsink") {
-        rank.all_reduce("dsink", dsink)?;
-        ran.push("all_reduce".into());
-    }
+    ran.extend(rank.sum_sink(views)?);
     Ok(ran)
 }
 
@@ -301,8 +294,7 @@ impl<'a> Parallel<'a> {
     }
 
     fn scratch(&self, name: &str, offset: usize, dtype: DType, shape: &[usize]) -> TensorView {
-        let address = self.views["workspace"].address + offset as u64;
-        TensorView::dense(name, address, dtype, shape)
+        in_workspace(self.views, name, offset, dtype, shape)
     }
 
     /// Gathers positions, keys and values of all ranks.
@@ -371,16 +363,7 @@ impl<'a> Parallel<'a> {
             let dv = TensorView { name: "dv".into(), ..all.narrow(1, head_dim, v_dim)? };
             views.put("dv", dv);
         }
-        for name in ["out", "lse", "dout", "dlse", "dq", "dsink"] {
-            if let Some(view) = self.views.get(name) {
-                views.put(name, view.clone());
-            }
-        }
-        let options = self.options.attention;
-        let ran = rank.launch("sparse_attention", "backward", &views, |device| {
-            sparse_attention::backward(device, &views, options)
-        })?;
-        Ok(ran.unwrap_or_default())
+        rank.attention_backward(self.views, views, self.options.attention)
     }
 
     fn scratch_of_attention(&self) -> TensorView {
@@ -414,20 +397,10 @@ impl<'a> Parallel<'a> {
         let reduced = self.rows_of("dkv", parts.reduced, rows);
         rank.reduce_scatter("dkv", &all, &reduced)?;
         let (own, mut ran) = ([("dk", 0, head_dim), ("dv", head_dim, v_dim)], None);
+        let of_module = self.options.attention.v_dim.unwrap_or(v_dim);
         for (name, from, width) in own {
             let Some(target) = self.views.get(name) else { continue };
-            let source = reduced.narrow(1, from, width)?;
-            match target.dtype {
-                DType::F32 => {
-                    let every: Vec<i32> = (0..rows as i32).collect();
-                    rank.copy_rows(&source, target, &every)?;
-                }
-                _ => {
-                    let v_dim = self.options.attention.v_dim.unwrap_or(v_dim);
-                    sparse_attention::round_rows(rank.device, v_dim, &source, target)?;
-                    ran = Some("sparse_attention_cast".into());
-                }
-            }
+            ran = rank.write_rows(&reduced.narrow(1, from, width)?, target, of_module)?;
         }
         Ok(ran)
     }

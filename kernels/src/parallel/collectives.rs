@@ -49,12 +49,7 @@ impl<'a> Rank<'a> {
         source: &TensorView,
         target: &TensorView,
     ) -> Result<()> {
-        let (world, place) = (self.world, Location::caller());
-        let views = Views::from([("source", source), ("target", target)]);
-        self.launch("all_gather", name, &views, |_| {
-            at(place, world, &|world| world.all_gather(source, target))
-        })?;
-        Ok(())
+        self.moved("all_gather", name, [source, target], &|world| world.all_gather(source, target))
     }
 
     /// The sum over ranks of this rank's part of their sources.
@@ -65,11 +60,22 @@ impl<'a> Rank<'a> {
         source: &TensorView,
         target: &TensorView,
     ) -> Result<()> {
+        let call = |world: &dyn World| world.reduce_scatter(source, target);
+        self.moved("reduce_scatter", name, [source, target], &call)
+    }
+
+    /// A collective from one tensor to another.
+    #[track_caller]
+    fn moved(
+        &mut self,
+        collective: &'static str,
+        name: &str,
+        [source, target]: [&TensorView; 2],
+        call: &dyn Fn(&dyn World) -> Result<()>,
+    ) -> Result<()> {
         let (world, place) = (self.world, Location::caller());
         let views = Views::from([("source", source), ("target", target)]);
-        self.launch("reduce_scatter", name, &views, |_| {
-            at(place, world, &|world| world.reduce_scatter(source, target))
-        })?;
+        self.launch(collective, name, &views, |_| at(place, world, call))?;
         Ok(())
     }
 
@@ -121,6 +127,12 @@ impl<'a> Rank<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Copies all rows of a tensor to another one.
+    pub fn copy_all_rows(&self, source: &TensorView, target: &TensorView) -> Result<()> {
+        let rows: Vec<i32> = (0..source.shape[0] as i32).collect();
+        self.copy_rows(source, target, &rows)
     }
 
     /// The numbers of a dense tensor, on the host.

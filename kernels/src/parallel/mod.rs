@@ -8,6 +8,7 @@ pub mod attention;
 mod collectives;
 pub mod halo;
 pub mod partition;
+mod steps;
 pub mod window;
 
 pub use attention::Keys;

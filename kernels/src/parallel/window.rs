@@ -16,6 +16,7 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use super::collectives::Rank;
 use super::halo::Halos;
+use super::steps::in_workspace;
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 use crate::attention::sparse_attention::{self, RowSums};
 use crate::model::tap::Tap;
@@ -172,12 +173,7 @@ pub fn forward(
     let extents = check(views, options, halos, &rank, false)?;
     let call = Windowed::new(views, options, halos, extents)?;
     let attended = call.attended(&mut rank)?;
-    let attended = ["out", "lse", "max_logits"]
-        .into_iter()
-        .fold(attended, |all, name| all.with(name, &views[name]));
-    let ran = rank.launch("sparse_attention", "forward", &attended, |device| {
-        sparse_attention::forward(device, &attended, options.attention)
-    })?;
+    let ran = rank.attention(views, attended, options.attention)?;
     Ok(ran.into_iter().chain(["exchange".into()]).collect())
 }
 
@@ -207,10 +203,7 @@ pub fn backward(
     let mut ran = call.gradients(&mut rank, attended)?;
     ran.extend(call.returned(&mut rank)?);
     ran.push("exchange".into());
-    if let Some(dsink) = views.get("dsink") {
-        rank.all_reduce("dsink", dsink)?;
-        ran.push("all_reduce".into());
-    }
+    ran.extend(rank.sum_sink(views)?);
     Ok(ran)
 }
 
@@ -238,8 +231,7 @@ impl<'a> Windowed<'a> {
     }
 
     fn scratch(&self, name: &str, offset: usize, dtype: DType, shape: &[usize]) -> TensorView {
-        let address = self.views["workspace"].address + offset as u64;
-        TensorView::dense(name, address, dtype, shape)
+        in_workspace(self.views, name, offset, dtype, shape)
     }
 
     /// The halo's rows and the own ones, and the lists of the window.
@@ -248,7 +240,7 @@ impl<'a> Windowed<'a> {
         let at = self.views["workspace"].address;
         let attended = attended(self.views, self.extents, |offset| at + offset as u64);
         let (k, own) = (&attended["k"], &self.views["k"]);
-        rank.copy_rows(own, &k.narrow(0, halo, num_tokens)?, &ascending(num_tokens))?;
+        rank.copy_all_rows(own, &k.narrow(0, halo, num_tokens)?)?;
         let (number, first) = (rank.world.rank(), self.halos.own(rank.world.rank()).start);
         let sends = self.halos.sends(number).into_iter();
         let sends =
@@ -291,17 +283,8 @@ impl<'a> Windowed<'a> {
     fn gradients(&self, rank: &mut Rank<'_>, attended: Views) -> Result<Vec<String>> {
         let bytes = self.workspace.bytes - self.workspace.attention;
         let scratch = self.scratch("workspace", self.workspace.attention, DType::U8, &[bytes]);
-        let mut views = attended.with("dk", &self.dk()).with("workspace", &scratch);
-        for name in ["out", "lse", "dout", "dlse", "dq", "dsink"] {
-            if let Some(view) = self.views.get(name) {
-                views.put(name, view.clone());
-            }
-        }
-        let options = self.options.attention;
-        let ran = rank.launch("sparse_attention", "backward", &views, |device| {
-            sparse_attention::backward(device, &views, options)
-        })?;
-        Ok(ran.unwrap_or_default())
+        let views = attended.with("dk", &self.dk()).with("workspace", &scratch);
+        rank.attention_backward(self.views, views, self.options.attention)
     }
 
     /// Sends the halo's gradients back, adds what comes, and writes the own rows.
@@ -330,17 +313,7 @@ impl<'a> Windowed<'a> {
             let sums = RowSums { address: at, v_dim: self.v_dim() };
             ran.extend(sums.add(rank.device, &coming, &list, &own)?);
         }
-        let target = &self.views["dk"];
-        if target.dtype == DType::F32 {
-            rank.copy_rows(&own, target, &ascending(num_tokens))?;
-        } else {
-            sparse_attention::round_rows(rank.device, self.v_dim(), &own, target)?;
-            ran.push("sparse_attention_cast".into());
-        }
+        ran.extend(rank.write_rows(&own, &self.views["dk"], self.v_dim())?);
         Ok(ran)
     }
-}
-
-fn ascending(count: usize) -> Vec<i32> {
-    (0..count as i32).collect()
 }

@@ -7,12 +7,13 @@ use dsv4_kernels::parallel::attention as launcher;
 
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
+use crate::operators::attention::of_ranks::{Parallel, Parts};
 use crate::operators::attention::sinks::Sinks;
 use crate::operators::attention::sparse_attention::{
     self, KeyGradients, SparseAttention, SparseAttentionCase, Values,
 };
 use crate::operators::lists::{IndexClass, Lengths};
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps, of_rows};
+use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpSparseAttention<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -202,11 +203,7 @@ fn workspace(c: &CpSparseAttentionCase, v: &Views) -> Result<usize, RuntimeError
 }
 
 /// The tensors that a rank reads in both directions.
-fn given(
-    ranks: &Ranks<'_, '_>,
-    v: &Views,
-    rank: usize,
-) -> Result<Vec<(&'static str, Part)>, RuntimeError> {
+fn given(ranks: &Ranks<'_, '_>, v: &Views, rank: usize) -> Result<Parts, RuntimeError> {
     let mut parts = Vec::new();
     for (name, view) in v.only(&["q", "indices", "topk_length"]).iter() {
         parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
@@ -410,18 +407,13 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
         v: &Views,
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
-        const OUTPUTS: [&str; 3] = ["out", "lse", "max_logits"];
         let mut ranks = Ranks::of(c.division(), run)?;
-        let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let tokens = ranks.shards().tokens(rank).len();
-            let written = v.only(&OUTPUTS);
-            let written = written.iter().map(|(name, view)| (name, of_rows(view, tokens)));
-            Ok(given(ranks, v, rank)?.into_iter().chain(written).collect())
-        };
-        let written = ranks.launch::<T>(parts, &|v, _| workspace(c, v), &|device, v, tap| {
-            launcher::forward(device, v, &c.options(v, false)?, tap)
-        })?;
-        OUTPUTS.into_iter().try_for_each(|name| ranks.unite(&written, name, &v[name]))
+        Parallel {
+            given: &|ranks, rank| given(ranks, v, rank),
+            workspace: &|v, _| workspace(c, v),
+            launch: &|device, v, tap| launcher::forward(device, v, &c.options(v, false)?, tap),
+        }
+        .forward::<T>(&mut ranks, v)
     }
 
     fn launch_backward(
@@ -430,31 +422,12 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
         run: &mut Launches<'_>,
     ) -> Result<(), RuntimeError> {
         let mut ranks = Ranks::of(c.division(), run)?;
-        let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let tokens = ranks.shards().tokens(rank).len();
-            let mut parts = given(ranks, v, rank)?;
-            for (name, view) in v.only(&["out", "lse", "dout", "dlse"]).iter() {
-                parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-            }
-            for (name, view) in v.only(&["dq", "dk", "dv", "dsink"]).iter() {
-                parts.push((
-                    name,
-                    match name {
-                        "dq" => of_rows(view, tokens),
-                        "dsink" => Part::Written(view.dtype, view.shape.clone()),
-                        _ => of_rows(view, ranks.shards().rows()),
-                    },
-                ));
-            }
-            Ok(parts)
-        };
-        let written = ranks.launch::<T>(parts, &|v, _| workspace(c, v), &|device, v, tap| {
-            launcher::backward(device, v, &c.options(v, true)?, tap)
-        })?;
-        for (name, view) in v.only(&["dq", "dk", "dv"]).iter() {
-            ranks.unite(&written, name, view)?;
+        Parallel {
+            given: &|ranks, rank| given(ranks, v, rank),
+            workspace: &|v, _| workspace(c, v),
+            launch: &|device, v, tap| launcher::backward(device, v, &c.options(v, true)?, tap),
         }
-        v.get("dsink").map_or(Ok(()), |view| ranks.agreed(&written, "dsink", view))
+        .backward::<T>(&mut ranks, v, |ranks, _| ranks.shards().rows())
     }
 
     /// The rows of a case have no other batches: they are a batch's tokens, and see one another.

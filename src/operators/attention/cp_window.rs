@@ -8,6 +8,7 @@ use dsv4_kernels::parallel::{Halos, window as launcher};
 
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
+use crate::operators::attention::of_ranks::{Parallel, Parts};
 use crate::operators::attention::sinks::Sinks;
 use crate::operators::attention::sparse_attention::{
     KeyGradients, SparseAttention, SparseAttentionCase,
@@ -127,11 +128,7 @@ impl CpWindowCase {
 }
 
 /// The tensors that a rank reads in both directions.
-fn given(
-    ranks: &Ranks<'_, '_>,
-    v: &Views,
-    rank: usize,
-) -> Result<Vec<(&'static str, Part)>, RuntimeError> {
+fn given(ranks: &Ranks<'_, '_>, v: &Views, rank: usize) -> Result<Parts, RuntimeError> {
     let mut parts = Vec::new();
     for (name, view) in v.only(&["q", "k"]).iter() {
         parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
@@ -287,20 +284,14 @@ impl<T: Taps> Operator for CpWindow<T> {
     }
 
     fn launch(c: &CpWindowCase, v: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError> {
-        const OUTPUTS: [&str; 3] = ["out", "lse", "max_logits"];
         let mut ranks = Ranks::of(c.division(), run)?;
         let (halos, options) = (c.halos(&ranks)?, c.options());
-        let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let tokens = ranks.shards().tokens(rank).len();
-            let written = v.only(&OUTPUTS);
-            let written = written.iter().map(|(name, view)| (name, ranks::of_rows(view, tokens)));
-            Ok(given(ranks, v, rank)?.into_iter().chain(written).collect())
-        };
-        let bytes = |v: &Views, rank: usize| launcher::workspace_bytes(v, &options, &halos, rank);
-        let written = ranks.launch::<T>(parts, &bytes, &|device, v, tap| {
-            launcher::forward(device, v, &options, &halos, tap)
-        })?;
-        OUTPUTS.into_iter().try_for_each(|name| ranks.unite(&written, name, &v[name]))
+        Parallel {
+            given: &|ranks, rank| given(ranks, v, rank),
+            workspace: &|v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
+            launch: &|device, v, tap| launcher::forward(device, v, &options, &halos, tap),
+        }
+        .forward::<T>(&mut ranks, v)
     }
 
     fn launch_backward(
@@ -310,28 +301,12 @@ impl<T: Taps> Operator for CpWindow<T> {
     ) -> Result<(), RuntimeError> {
         let mut ranks = Ranks::of(c.division(), run)?;
         let (halos, options) = (c.halos(&ranks)?, c.options());
-        let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let tokens = ranks.shards().tokens(rank).len();
-            let mut parts = given(ranks, v, rank)?;
-            for (name, view) in v.only(&["out", "lse", "dout", "dlse"]).iter() {
-                parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-            }
-            for (name, view) in v.only(&["dq", "dk"]).iter() {
-                parts.push((name, ranks::of_rows(view, tokens)));
-            }
-            if let Some(dsink) = v.get("dsink") {
-                parts.push(("dsink", Part::Written(dsink.dtype, dsink.shape.clone())));
-            }
-            Ok(parts)
-        };
-        let bytes = |v: &Views, rank: usize| launcher::workspace_bytes(v, &options, &halos, rank);
-        let written = ranks.launch::<T>(parts, &bytes, &|device, v, tap| {
-            launcher::backward(device, v, &options, &halos, tap)
-        })?;
-        for name in ["dq", "dk"] {
-            ranks.unite(&written, name, &v[name])?;
+        Parallel {
+            given: &|ranks, rank| given(ranks, v, rank),
+            workspace: &|v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
+            launch: &|device, v, tap| launcher::backward(device, v, &options, &halos, tap),
         }
-        v.get("dsink").map_or(Ok(()), |view| ranks.agreed(&written, "dsink", view))
+        .backward::<T>(&mut ranks, v, |ranks, rank| ranks.shards().tokens(rank).len())
     }
 
     /// The rows of a case have no other batches: they are a batch's tokens, and see one another.

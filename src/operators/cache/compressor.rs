@@ -666,22 +666,12 @@ impl Operator for Compressor {
 
     fn reduced_benchmarks() -> Vec<Reduced> {
         vec![
-            Reduced::forward(
+            Reduced::both(
                 &["32768x512 ratio 4"],
                 json!({"num_tokens": 48, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 16}),
                 json!({"num_tokens": 24, "num_entries": 5}),
             ),
-            Reduced::backward(
-                &["32768x512 ratio 4"],
-                json!({"num_tokens": 48, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 16}),
-                json!({"num_tokens": 24, "num_entries": 5}),
-            ),
-            Reduced::forward(
-                &["32768x512 ratio 128"],
-                json!({"num_tokens": 1536, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 512}),
-                json!({"num_tokens": 768, "num_entries": 5}),
-            ),
-            Reduced::backward(
+            Reduced::both(
                 &["32768x512 ratio 128"],
                 json!({"num_tokens": 1536, "num_sequences": 3, "num_entries": 12, "head_dim": 128, "table_rows": 512}),
                 json!({"num_tokens": 768, "num_entries": 5}),

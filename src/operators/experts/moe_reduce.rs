@@ -207,17 +207,10 @@ impl Operator for MoeReduce {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["32768x7168 to 6 of 256 experts bf16"],
-                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
-                json!({"num_tokens": 5}),
-            ),
-            Reduced::backward(
-                &["32768x7168 to 6 of 256 experts bf16"],
-                json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
-                json!({"num_tokens": 5}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["32768x7168 to 6 of 256 experts bf16"],
+            json!({"num_tokens": 21, "num_experts": 8, "hidden_size": 96, "alignment": 4}),
+            json!({"num_tokens": 5}),
+        )]
     }
 }

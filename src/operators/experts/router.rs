@@ -500,12 +500,7 @@ impl Operator for Router {
 
     fn reduced_benchmarks() -> Vec<Reduced> {
         vec![
-            Reduced::forward(
-                &["6 of 256, 32768 tokens"],
-                json!({"num_tokens": 21, "num_experts": 40}),
-                json!({"num_tokens": 4}),
-            ),
-            Reduced::backward(
+            Reduced::both(
                 &["6 of 256, 32768 tokens"],
                 json!({"num_tokens": 21, "num_experts": 40}),
                 json!({"num_tokens": 4}),

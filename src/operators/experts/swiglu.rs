@@ -188,18 +188,11 @@ impl Operator for Swiglu {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["4096x2048 bf16"],
-                json!({"num_rows": 21, "width": 512}),
-                json!({"num_rows": 4}),
-            ),
-            Reduced::backward(
-                &["4096x2048 bf16"],
-                json!({"num_rows": 21, "width": 512}),
-                json!({"num_rows": 4}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["4096x2048 bf16"],
+            json!({"num_rows": 21, "width": 512}),
+            json!({"num_rows": 4}),
+        )]
     }
 }
 

@@ -593,22 +593,12 @@ impl Operator for IndexerLoss {
 
     fn reduced_benchmarks() -> Vec<Reduced> {
         vec![
-            Reduced::forward(
+            Reduced::both(
                 &["q4096 topk512"],
                 json!({"num_tokens": 7, "num_keys": 90, "topk": 40}),
                 json!({"num_tokens": 2}),
             ),
-            Reduced::backward(
-                &["q4096 topk512"],
-                json!({"num_tokens": 7, "num_keys": 90, "topk": 40}),
-                json!({"num_tokens": 2}),
-            ),
-            Reduced::forward(
-                &["q4096 dense k4096"],
-                json!({"num_tokens": 9, "num_keys": 30}),
-                json!({"num_tokens": 2}),
-            ),
-            Reduced::backward(
+            Reduced::both(
                 &["q4096 dense k4096"],
                 json!({"num_tokens": 9, "num_keys": 30}),
                 json!({"num_tokens": 2}),

@@ -297,17 +297,10 @@ impl Operator for QueryNormRope {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["16384x128x512 bf16"],
-                json!({"num_tokens": 11, "num_heads": 3}),
-                json!({"num_tokens": 2}),
-            ),
-            Reduced::backward(
-                &["16384x128x512 bf16"],
-                json!({"num_tokens": 11, "num_heads": 3}),
-                json!({"num_tokens": 2}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["16384x128x512 bf16"],
+            json!({"num_tokens": 11, "num_heads": 3}),
+            json!({"num_tokens": 2}),
+        )]
     }
 }

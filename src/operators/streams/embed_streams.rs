@@ -239,18 +239,11 @@ impl Operator for EmbedStreams {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["32768 of 129280 rows of 7168 bf16"],
-                json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96}),
-                json!({"num_tokens": 5, "vocab_size": 3}),
-            ),
-            Reduced::backward(
-                &["32768 of 129280 rows of 7168 bf16"],
-                json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96}),
-                json!({"num_tokens": 5, "vocab_size": 3}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["32768 of 129280 rows of 7168 bf16"],
+            json!({"num_tokens": 21, "vocab_size": 12, "hidden_size": 96}),
+            json!({"num_tokens": 5, "vocab_size": 3}),
+        )]
     }
 }
 

@@ -407,18 +407,11 @@ impl Operator for MhcMix {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["8192x4x4096 bf16"],
-                json!({"num_tokens": 11, "hidden_size": 72}),
-                json!({"num_tokens": 2}),
-            ),
-            Reduced::backward(
-                &["8192x4x4096 bf16"],
-                json!({"num_tokens": 11, "hidden_size": 72}),
-                json!({"num_tokens": 2}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["8192x4x4096 bf16"],
+            json!({"num_tokens": 11, "hidden_size": 72}),
+            json!({"num_tokens": 2}),
+        )]
     }
 }
 

@@ -345,17 +345,10 @@ impl Operator for MhcPre {
     }
 
     fn reduced_benchmarks() -> Vec<Reduced> {
-        vec![
-            Reduced::forward(
-                &["4096x4x7168 bf16", "4096x4x7168 bf16 norm"],
-                json!({"num_tokens": 11, "hidden_size": 72}),
-                json!({"num_tokens": 2}),
-            ),
-            Reduced::backward(
-                &["4096x4x7168 bf16", "4096x4x7168 bf16 norm"],
-                json!({"num_tokens": 11, "hidden_size": 72}),
-                json!({"num_tokens": 2}),
-            ),
-        ]
+        vec![Reduced::both(
+            &["4096x4x7168 bf16", "4096x4x7168 bf16 norm"],
+            json!({"num_tokens": 11, "hidden_size": 72}),
+            json!({"num_tokens": 2}),
+        )]
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A rank's work runs on a thread here, as for any device in another process
 //! ([`RemoteBackend`]). What its device does, and its part of each collective, runs in the rank's
-//! process. If one rank fails, all others end: nobody waits for it, and the next world has new
+//! process. If one rank fails, all others end: no rank waits for it, and the next world has new
 //! processes.
 
 use std::collections::HashMap;

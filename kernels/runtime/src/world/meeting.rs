@@ -131,7 +131,7 @@ impl Meeting {
         self.has_left(rank).store(1, Ordering::Release);
     }
 
-    /// Nobody waits any more: the world has broken, for this reason. The first reason stays.
+    /// No rank waits any more: the world has broken, for this reason. The first reason stays.
     pub fn break_off(&self, why: &str) {
         let state = self.word(STATE);
         if state.compare_exchange(WHOLE, BREAKING, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -153,7 +153,7 @@ impl Meeting {
     /// Writes a text that ends before `end`, and its length.
     fn write(&self, at: usize, length: usize, text: &[u8], end: usize) {
         let text = &text[..text.len().min(end - at)];
-        // SAFETY: within the mapping; by the rules of the module nobody reads it now.
+        // SAFETY: within the mapping; by the rules of the module no rank reads it now.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), self.at(at), text.len()) };
         self.word(length).store(text.len() as u32, Ordering::Release);
     }
@@ -161,7 +161,7 @@ impl Meeting {
     fn read(&self, at: usize, length: usize, end: usize) -> Vec<u8> {
         let bytes = self.word(length).load(Ordering::Acquire) as usize;
         let mut text = vec![0; bytes.min(end - at)];
-        // SAFETY: within the mapping; by the rules of the module nobody writes it now.
+        // SAFETY: within the mapping; by the rules of the module no rank writes it now.
         unsafe { std::ptr::copy_nonoverlapping(self.at(at), text.as_mut_ptr(), text.len()) };
         text
     }
@@ -189,7 +189,7 @@ impl Meeting {
     /// # Safety
     /// Only between the step after which it was written and the next one.
     pub unsafe fn piece_of(&self, rank: usize) -> &[u8] {
-        // SAFETY: within the mapping; nobody writes by the rules of the caller.
+        // SAFETY: within the mapping; no rank writes, by the rules of the caller.
         unsafe { slice::from_raw_parts(self.at(piece(rank)), PIECE) }
     }
 }

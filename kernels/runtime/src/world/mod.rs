@@ -50,7 +50,7 @@ impl Span {
 /// What ranks do together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Collective {
-    /// Nobody goes on before all have come.
+    /// No rank goes on before all have come.
     Barrier,
     /// The sources of all ranks, one behind the other by rank, in the target of each.
     AllGather {

@@ -26,7 +26,7 @@ impl<'b> SharedMemory<'b> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: all ranks have counted the step behind which nobody reads the last pieces, and
+        // SAFETY: all ranks have counted the step after which no rank reads the last pieces, and
         // none reads this one before the next.
         let piece = unsafe { rank.meeting().own_piece(rank.seat().rank) };
         self.backend.download(address, &mut piece[at..at + bytes])

@@ -272,7 +272,7 @@ fn endless(member: &Member, came: &AtomicUsize) -> Result<()> {
 use crate::backend::Backend as _;
 
 #[test]
-fn ten_kills_at_random_moments_hang_nobody_and_leave_no_process() {
+fn ten_kills_at_random_moments_hang_no_rank_and_leave_no_process() {
     let mut chance = StdRng::seed_from_u64(60);
     for turn in 0..10 {
         let ranks = ranks(LIMIT);

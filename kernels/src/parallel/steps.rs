@@ -1,0 +1,79 @@
+//! What the launchers of this room have in common: the attention of a rank's own queries, and its
+//! results.
+
+use dsv4_runtime::{DType, Result, TensorView, Views};
+
+use super::collectives::Rank;
+use crate::attention::sparse_attention::{self, Options};
+
+/// A part of a call's workspace, `offset` bytes after its start.
+pub(super) fn in_workspace(
+    views: &Views,
+    name: &str,
+    offset: usize,
+    dtype: DType,
+    shape: &[usize],
+) -> TensorView {
+    TensorView::dense(name, views["workspace"].address + offset as u64, dtype, shape)
+}
+
+impl Rank<'_> {
+    /// The attention over the keys and lists of `attended`. It writes the outputs of `views`.
+    /// Returns the kernel that ran.
+    pub fn attention(
+        &mut self,
+        views: &Views,
+        attended: Views,
+        options: Options,
+    ) -> Result<Option<String>> {
+        let attended = ["out", "lse", "max_logits"]
+            .into_iter()
+            .fold(attended, |all, name| all.with(name, &views[name]));
+        self.launch("sparse_attention", "forward", &attended, |device| {
+            sparse_attention::forward(device, &attended, options)
+        })
+    }
+
+    /// The backward of [`Self::attention`]. `attended` has the gradients of its keys, and scratch
+    /// memory. Returns the kernels that ran.
+    pub fn attention_backward(
+        &mut self,
+        views: &Views,
+        mut attended: Views,
+        options: Options,
+    ) -> Result<Vec<String>> {
+        for name in ["out", "lse", "dout", "dlse", "dq", "dsink"] {
+            if let Some(view) = views.get(name) {
+                attended.put(name, view.clone());
+            }
+        }
+        let ran = self.launch("sparse_attention", "backward", &attended, |device| {
+            sparse_attention::backward(device, &attended, options)
+        })?;
+        Ok(ran.unwrap_or_default())
+    }
+
+    /// Writes fp32 rows to a result, rounded if it is bf16. `v_dim` says of whose module the kernel
+    /// is. Returns it, if it ran.
+    pub fn write_rows(
+        &self,
+        source: &TensorView,
+        target: &TensorView,
+        v_dim: usize,
+    ) -> Result<Option<String>> {
+        if target.dtype == DType::F32 {
+            self.copy_all_rows(source, target)?;
+            return Ok(None);
+        }
+        sparse_attention::round_rows(self.device, v_dim, source, target)?;
+        Ok(Some("sparse_attention_cast".into()))
+    }
+
+    /// Sums the gradient of the sinks over ranks, where the call has any.
+    #[track_caller]
+    pub fn sum_sink(&mut self, views: &Views) -> Result<Option<String>> {
+        let Some(dsink) = views.get("dsink") else { return Ok(None) };
+        self.all_reduce("dsink", dsink)?;
+        Ok(Some("all_reduce".into()))
+    }
+}
