@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use dsv4_parity::case::Case;
-use dsv4_parity::judge::checks::{self, CheckOptions};
+use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::judge::truth::Truth;
 use dsv4_parity::mutants::planted::{self, Mutant};
 use dsv4_parity::operator::{AnyOperator, PreparedCase, Profile};
@@ -74,9 +74,14 @@ fn record(known: &Known, device: &Device) -> CaseRecord {
     let outcome = checks::run_by(&known.truth, &*known.prepared, device, options, |outcome| {
         outcome.failures().next().is_some()
     });
+    record_of(&known.case, outcome)
+}
+
+/// The record of a drawn case that was judged alone, as a diagnosis reads it.
+pub fn record_of(case: &Case, outcome: Outcome) -> CaseRecord {
     CaseRecord {
-        operator: known.case.operator.clone(),
-        case: serde_json::to_value(&known.case).expect("JSON"),
+        operator: case.operator.clone(),
+        case: serde_json::to_value(case).expect("JSON"),
         origin: Origin::Drawn,
         paths: outcome.paths,
         checks: outcome.checks,

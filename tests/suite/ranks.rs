@@ -11,12 +11,13 @@ use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::attention::cp_sparse_attention::CpSparseAttention;
 use dsv4_parity::operators::attention::cp_window::CpWindow;
 use dsv4_parity::operators::ranks::Taps;
-use dsv4_parity::record::{CaseRecord, Origin};
+use dsv4_parity::record::CaseRecord;
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions};
 use dsv4_runtime::{DType, Device, HostTensor, Result, TensorView, World};
 
+use crate::diagnosis::record_of;
 use crate::extent::left_out;
 use crate::support::device;
 
@@ -450,23 +451,7 @@ fn swept<T: Taps>() -> Vec<CaseRecord> {
 /// left that passes.
 fn record(case: &Case, mut outcome: Outcome) -> CaseRecord {
     outcome.checks.retain(|check| !check.check.as_str().starts_with("law: "));
-    CaseRecord {
-        operator: case.operator.clone(),
-        case: serde_json::to_value(case).expect("JSON"),
-        origin: Origin::Drawn,
-        paths: outcome.paths,
-        checks: outcome.checks,
-        kernel_seconds: 0.0,
-        oracle_seconds: 0.0,
-        seconds: None,
-        our_seconds: None,
-        unsupported: None,
-        replay: String::new(),
-        skips: Vec::new(),
-        batches: vec![],
-        plan_number: None,
-        untestable: outcome.untestable,
-    }
+    record_of(case, outcome)
 }
 
 /// FM-04, FM-09.

@@ -29,7 +29,7 @@ const LISTS: [&str; 3] = ["kernels/src", "reference/src", "src/operators"];
 const ALL_OPERATORS: [&str; 3] =
     ["README.md", "python/dsv4_parity/ops.pyi", "src/operators/registry.rs"];
 
-/// A file with names of so many operators, of all, is a list that somebody keeps by hand. A whole
+/// A file with names of so many operators, of all, is a list that is kept by hand. A whole
 /// model runs about half of them.
 const SHARE_OF_A_LIST: f64 = 0.55;
 
