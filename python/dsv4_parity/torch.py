@@ -9,6 +9,9 @@ CUDA graphs after one call with the same sizes, and under autograd where the ope
 It returns all results of the operator; one that such a call does not have is an empty tensor.
 Results without a gradient of their own, such as `rstd`, are not differentiable.
 
+Where an operator may write into a tensor of the caller, `NAME_` does: `dsv4.kv_projection_(…,
+cache=cache)`. It returns the other results, and has no gradients; `NAME` writes into none.
+
 Without autograd and `torch.compile`, `dsv4_parity.ops` does the same at less cost on the host.
 """
 
@@ -54,81 +57,100 @@ def _options(function):
     return [one for one in described if one["concerns"][function.direction] or has_backward]
 
 
-def _schema(function):
-    """The schema of a function: states are written, and there is one result for each output."""
-    arguments, states = [], 0
-    for argument in function.given:
-        kind = "Tensor"
-        if argument["state"]:
-            kind, states = f"Tensor(a{states}!)", states + 1
-        # The mark of an absent tensor comes behind that of a written one.
-        optional, absent = ("", "") if argument["required"] else ("?", "=None")
-        arguments.append(f"{kind}{optional} {argument['name']}{absent}")
-    options = [_option(option) for option in _options(function)]
-    listed = ", ".join([*arguments, *(["*", *options] if options else [])])
-    results = ", ".join("Tensor" for _ in function.results)
-    return f"({listed}) -> ({results})" if len(function.results) != 1 else f"({listed}) -> Tensor"
+class _Form:
+    """A function as a custom operator: with the caller's tensors that it may write into, or without.
+
+    torch gives gradients only to operators that write into no argument, and no result may be one.
+    """
+
+    def __init__(self, function, in_place):
+        states = [one["name"] for one in function.given if one["state"]]
+        self.function = function
+        self.states = [one for one in states if in_place or one in _always(function)]
+        left_out = set(states) - set(self.states)
+        self.name = function.name + ("_" if in_place else "")
+        self.given = [
+            {**one, "required": one["required"] or one["name"] in self.states}
+            for one in function.given
+            if one["name"] not in left_out
+        ]
+        self.given.sort(key=lambda tensor: not tensor["required"])
+        self.results = [name for name in function.results if name not in self.states]
+
+    def schema(self):
+        """States are written, and there is one result for each other output."""
+        arguments = []
+        for argument in self.given:
+            kind = "Tensor"
+            if argument["name"] in self.states:
+                kind = f"Tensor(a{self.states.index(argument['name'])}!)"
+            optional, absent = ("", "") if argument["required"] else ("?", "=None")
+            arguments.append(f"{kind}{optional} {argument['name']}{absent}")
+        options = [_option(option) for option in _options(self.function)]
+        listed = ", ".join([*arguments, *(["*", *options] if options else [])])
+        results = ", ".join("Tensor" for _ in self.results)
+        return f"({listed}) -> ({results})" if len(self.results) != 1 else f"({listed}) -> Tensor"
+
+    def split(self, arguments, named):
+        """Tensors and options of a call, each in the order of the declaration."""
+        given = dict(zip((argument["name"] for argument in self.given), arguments))
+        given.update(named)
+        tensors = tuple(given.get(argument["name"]) for argument in self.function.given)
+        options = tuple(
+            given.get(option["name"], option["default"]) for option in self.function.options
+        )
+        return tensors, options
+
+    def returned(self, found, first):
+        """The form's results, with empty tensors next to `first` for those that were not found."""
+        results = [found.get(name) for name in self.results]
+        results = [first.new_empty(0, dtype=torch.float32) if one is None else one for one in results]
+        if not results:
+            return None
+        return results[0] if len(results) == 1 else tuple(results)
 
 
-def _split(function, arguments, named):
-    """Tensors and options of a call, each in the order of the declaration."""
-    names = [argument["name"] for argument in function.given]
-    given = dict(zip(names, arguments))
-    given.update(named)
-    tensors = tuple(given.get(name) for name in names)
-    options = tuple(given.get(option["name"], option["default"]) for option in function.options)
-    return tensors, options
+def _first(tensors):
+    return next(tensor for tensor in tensors if tensor is not None)
 
 
-def _define(function):
-    """Registers a function as a custom operator."""
+def _always(function):
+    """The states that every call of a function writes."""
+    return {one["name"] for one in function.given if one["state"] and one["required"]}
+
+
+def _has_two_forms(function):
+    return any(one["state"] and not one["required"] for one in function.given)
+
+
+def _define(form):
+    """Registers a form of a function as a custom operator."""
+    function = form.function
 
     def run(*arguments, **named):
-        tensors, options = _split(function, arguments, named)
-        results = function(tensors, options, None)
-        first = next(tensor for tensor in tensors if tensor is not None)
-        return _all(function, results, lambda: first.new_empty(0, dtype=torch.float32))
+        tensors, options = form.split(arguments, named)
+        found = function(tensors, options, None)
+        found = (found,) if len(function.results) == 1 else found or ()
+        return form.returned(dict(zip(function.results, found)), _first(tensors))
 
     def fake(*arguments, **named):
-        tensors, options = _split(function, arguments, named)
-        first = next(tensor for tensor in tensors if tensor is not None)
-        made = {
-            name: first.new_empty(shape, dtype=_TYPES[dtype])
-            for name, dtype, shape in _planned(function, tensors, options)
-        }
-        results = [
-            made[name] if name in made else first.new_empty(0, dtype=torch.float32)
-            for name in function.results
-        ]
-        return _returned(results)
+        tensors, options = form.split(arguments, named)
+        first = _first(tensors)
+        planned = _planned(function, tensors, options)
+        made = {name: first.new_empty(shape, dtype=_TYPES[dtype]) for name, dtype, shape in planned}
+        return form.returned(made, first)
 
-    states = tuple(argument["name"] for argument in function.given if argument["state"])
     operator = torch.library.custom_op(
-        f"{_NAMESPACE}::{function.name}", run, mutates_args=states, schema=_schema(function)
+        f"{_NAMESPACE}::{form.name}", run, mutates_args=tuple(form.states), schema=form.schema()
     )
     operator.register_fake(fake)
     return operator
 
 
-def _returned(results):
-    if not results:
-        return None
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _all(function, results, empty):
-    """All results of a function, with empty tensors for those that a call does not have."""
-    if len(function.results) == 1:
-        return empty() if results is None else results
-    if not function.results:
-        return None
-    return tuple(empty() if one is None else one for one in results)
-
-
 def _planned(function, tensors, options):
     """Name, type and sizes of the results of a call, without its tensors' memory."""
     given = []
-    first = next(tensor for tensor in tensors if tensor is not None)
+    first = _first(tensors)
     place = "emulator" if first.device.type == "cpu" else f"cuda:{first.device.index or 0}"
     for argument, tensor in zip(function.given, tensors):
         if tensor is not None:
@@ -140,7 +162,7 @@ def _planned(function, tensors, options):
 
 
 def _differentiable(forward, backward, backward_operator):
-    """The gradient of a forward by the operator's backward."""
+    """The gradient of a form of a forward by the operator's backward."""
     names = [argument["name"] for argument in forward.given]
     needed = {argument["name"]: argument["required"] for argument in backward.given}
     upstream = {one["of"]: one for one in backward.given if one["of"]}
@@ -197,29 +219,38 @@ def _differentiable(forward, backward, backward_operator):
 _known = {}
 
 
-def _operator(name, direction):
-    key = (name, direction)
+def _operator(name, direction, in_place=False):
+    key = (name, direction, in_place)
     if key not in _known:
         description = _functions.describe(name)
         if description["directions"][direction] is None:
             raise AttributeError(f"operator `{name}` has no backward")
         function = _functions.Function(description, direction)
-        operator = _define(function)
-        if direction == 0 and description["directions"][1] is not None:
+        if in_place and not _has_two_forms(function):
+            raise AttributeError(f"`{function.name}` has no form that writes into more tensors")
+        form = _Form(function, in_place)
+        operator = _define(form)
+        if direction == 0 and not in_place and description["directions"][1] is not None:
             gradient, gradient_operator = _operator(name, 1)
-            setup, backwards = _differentiable(function, gradient, gradient_operator)
+            setup, backwards = _differentiable(form, gradient, gradient_operator)
             operator.register_autograd(backwards, setup_context=setup)
         _known[key] = (function, operator)
     return _known[key]
 
 
+def _named(name):
+    """The operator, direction and form that a name means."""
+    in_place, plain = name.endswith("_"), name.removesuffix("_")
+    if plain in _OPERATORS:
+        return plain, 0, in_place
+    return plain.removesuffix("_backward"), 1, in_place
+
+
 def __getattr__(name):
-    operator, direction = name, 0
-    if name not in _OPERATORS:
-        operator, direction = name.removesuffix("_backward"), 1
+    operator, direction, in_place = _named(name)
     if operator not in _OPERATORS:
         raise AttributeError(f"module {__name__!r} has no operator {name!r}")
-    _, made = _operator(operator, direction)
+    _, made = _operator(operator, direction, in_place)
     globals()[name] = made
     return made
 
@@ -231,4 +262,6 @@ def __dir__():
 def load():
     """Registers every operator, as `torch.ops.dsv4_parity`; otherwise each is at its first use."""
     for name in _OPERATORS:
-        _operator(name, 0)
+        function, _ = _operator(name, 0)
+        if _has_two_forms(function):
+            _operator(name, 0, in_place=True)

@@ -139,12 +139,14 @@ fn replays(
     placed: &mut Placed<'_>,
     sequence: &mut Sequence,
 ) -> Result<(), RuntimeError> {
+    const WHAT: &str = "recorded launches";
     let device = placed.arena().device();
+    if inputs.case.operator().has_ranks() {
+        sequence.skip(WHAT, "ranks launch in processes of their own");
+        return Ok(());
+    }
     let Some(recorder) = device.backend().recorder() else {
-        sequence.skip(
-            "recorded launches",
-            format!("the {} records no graphs", device.environment().backend),
-        );
+        sequence.skip(WHAT, format!("the {} records no graphs", device.environment().backend));
         return Ok(());
     };
     placed.rewrite(specs, &other.tensors)?;

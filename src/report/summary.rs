@@ -1,6 +1,6 @@
 //! Summary of the records: counts, the matrix of checks, tensors over all their cases.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::judge::order;
 use crate::operators::registry;
@@ -180,10 +180,13 @@ pub(crate) fn survived(mutant: &MutantRecord) -> bool {
     mutant.status == MutantStatus::Survived
 }
 
-/// The cases that do not agree; shrunk ones first, since they are the quickest to read.
+/// The cases that do not agree, each once: several may shrink to the same one. Shrunk ones are first,
+/// since they are the quickest to read.
 pub(super) fn failing(report: &Report) -> Vec<&CaseRecord> {
     let mut cases: Vec<_> = report.cases.iter().filter(|case| !agrees(case)).collect();
     cases.sort_by_key(|case| case.origin != Origin::Shrunk);
+    let mut seen = HashSet::new();
+    cases.retain(|case| seen.insert(case.case.to_string()));
     cases
 }
 

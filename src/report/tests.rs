@@ -758,6 +758,20 @@ fn each_failing_case_has_a_stable_name_which_page_and_summary_share() {
 }
 
 #[test]
+fn cases_that_shrank_to_the_same_one_are_one_failure() {
+    let once = sample::failing(30);
+    let mut twice = once.clone();
+    twice.cases.push(once.cases[2].clone());
+    let failures = |summary: &str| {
+        let from = summary.find("### Failures").expect("failures");
+        summary[from..].split("\n### ").nth(1).map(str::to_owned)
+    };
+    assert_eq!(failures(&markdown(&once)), failures(&markdown(&twice)));
+    let cards = |report| html(report).matches("class=\"card").count();
+    assert_eq!(cards(&once), cards(&twice));
+}
+
+#[test]
 fn where_failing_cases_were_saved_stands_on_the_page_and_in_the_summary() {
     let mut report = sample::failing(30);
     assert!(!html(&report).contains("Saved for the next run"));

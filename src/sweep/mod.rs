@@ -81,11 +81,15 @@ pub struct SweepOptions {
 }
 
 impl SweepOptions {
-    /// Whether a case meets the condition, if one is set.
+    /// Whether a case has one of the given numbers of ranks, and meets the condition, where these
+    /// are set.
     ///
     /// # Errors
     /// A condition that cannot be evaluated on the case.
     pub fn takes(&self, case: &Case) -> Result<bool, CaseError> {
+        if own_ranks(case, &self.ranks).is_some() {
+            return Ok(false);
+        }
         self.condition
             .as_ref()
             .map_or(Ok(true), |condition| condition.holds(case).map_err(CaseError::Condition))
@@ -146,14 +150,16 @@ fn is_hostile(name: &str, value: &Value) -> bool {
 /// A case with one of these numbers of ranks, if it has ranks and any are given: its own, or one that
 /// its own chooses.
 fn on_ranks(mut case: Case, ranks: &[usize]) -> Case {
-    if let Some(field) = case.fields.get_mut("ranks")
-        && let Some(own) = field.as_u64()
-        && !ranks.is_empty()
-        && !ranks.iter().any(|&ranks| ranks as u64 == own)
-    {
-        *field = ranks[own as usize % ranks.len()].into();
+    if let Some(own) = own_ranks(&case, ranks) {
+        case.fields.insert("ranks".into(), ranks[own as usize % ranks.len()].into());
     }
     case
+}
+
+/// The number of ranks of a case, if it has ranks, others are given and its own is not one of them.
+fn own_ranks(case: &Case, ranks: &[usize]) -> Option<u64> {
+    let own = case.fields.get("ranks")?.as_u64()?;
+    (!ranks.is_empty() && !ranks.iter().any(|&ranks| ranks as u64 == own)).then_some(own)
 }
 
 /// The cases of a strategy with the fields that a condition fixes, and with these ranks.

@@ -3,7 +3,7 @@
 //! separate tests (`tests/operators`).
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -90,6 +90,22 @@ fn cases_with_huge_steps_need_little_of_a_gpu() {
         }
         assert!(huge_cases > 0, "{}: no such case", operator.name());
     }
+}
+
+#[test]
+fn with_given_ranks_no_case_has_others_not_even_a_smaller_one_of_a_failing_case() {
+    let options = SweepOptions { ranks: vec![2, 4], ..drawn_alone(40, 5) };
+    let operator = registry::find("cp_window").unwrap();
+    let environment = support::device().environment();
+    let (planned, _) = sweep::plan(operator, Vec::new(), &options, environment).unwrap();
+    let ranks: BTreeSet<u64> =
+        planned.iter().filter_map(|one| one.case.fields["ranks"].as_u64()).collect();
+    assert_eq!(ranks, BTreeSet::from([2, 4]));
+    // What shrinks a failing case asks the options whether they take a smaller one.
+    let mut smaller = planned[0].case.clone();
+    assert!(options.takes(&smaller).unwrap());
+    smaller.fields.insert("ranks".into(), 1.into());
+    assert!(!options.takes(&smaller).unwrap());
 }
 
 #[test]

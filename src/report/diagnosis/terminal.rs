@@ -36,7 +36,7 @@ pub fn text(report: &Report, out: &Path) -> String {
     }
     let mut text = headed(&diagnoses);
     let failing = failing(report);
-    let (cases, all) = (shown(&failing), unlike(&failing).len());
+    let (cases, all) = (shown(&failing), failing.len());
     let mut written = 0;
     for (place, case) in cases.iter().enumerate() {
         let block = case_text(report, case, place, out);
@@ -83,17 +83,6 @@ pub fn headed(diagnoses: &[Diagnosis]) -> String {
     text
 }
 
-/// Each case once: two cases may shrink to the same one.
-fn unlike<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
-    let mut unlike: Vec<&CaseRecord> = Vec::new();
-    for case in failing {
-        if !unlike.iter().any(|other| other.case == case.case) {
-            unlike.push(case);
-        }
-    }
-    unlike
-}
-
 /// The cases that are shown: shrunk ones first, then those that fail in another way than the ones
 /// before.
 fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
@@ -102,7 +91,7 @@ fn shown<'a>(failing: &[&'a CaseRecord]) -> Vec<&'a CaseRecord> {
         (case.operator.clone(), first)
     };
     let (mut shown, mut others): (Vec<&CaseRecord>, Vec<&CaseRecord>) = (Vec::new(), Vec::new());
-    for case in unlike(failing) {
+    for &case in failing {
         let is_new = !shown.iter().any(|other| kind(other) == kind(case));
         if is_new { shown.push(case) } else { others.push(case) }
     }
