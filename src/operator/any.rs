@@ -355,12 +355,17 @@ impl AnyOperator {
     /// Draws cases; shrinks towards the smallest.
     pub fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
         let layouts = layouts::strategy(layouts::MOST_TENSORS);
+        let has_ranks = self.has_ranks();
         (self.0.strategy(profile), layouts, special::strategy())
-            .prop_map(|(case, layouts, special)| {
+            .prop_map(move |(case, layouts, special)| {
                 // A rejected case fails when it runs: it has no tensors to lay out.
                 let Ok(specs) = checked(&*case) else { return case.line() };
                 let special = special.filter(|special| special.fits(&specs));
-                let (layouts, sms) = (layouts::resolve(&specs, &layouts), sms_of(specs.seed));
+                let (layouts, sms) = match has_ranks {
+                    // As for edge cases.
+                    true => (Layouts::new(), None),
+                    false => (layouts::resolve(&specs, &layouts), sms_of(specs.seed)),
+                };
                 // Every third case takes the invariant path, where there is one. The line decides,
                 // so that a seed draws the same cases of other operators.
                 let invariant = has_invariant_path(&*case) && lot(&case.line()).is_multiple_of(3);
@@ -376,6 +381,13 @@ impl AnyOperator {
 
     /// Cases that every sweep runs first, because chance must not skip them.
     pub fn edge_cases(&self, profile: Profile) -> Vec<Case> {
+        if self.has_ranks() {
+            // Ranks get dense copies of their tokens. Sizes and SMs that the kernels tell apart are
+            // cases of the operators whose kernels they are.
+            let own = self.0.edge_cases(profile);
+            let own = own.iter().map(|case| case.line());
+            return own.chain(special_in_turn(&self.0.typical())).collect();
+        }
         let (own, grown) = (self.0.edge_cases(profile), limits::edge_cases(self.0, profile));
         let known: Vec<AnyCase> = own.iter().chain(&grown).cloned().collect();
         let long_already: Vec<AnyCase> = grown.iter().step_by(2).cloned().collect();

@@ -97,6 +97,11 @@ impl Check {
         if name == "independence" { Self::Independence } else { Self::Law(format!("{LAW}{name}")) }
     }
 
+    /// Whether it is the check of a law by its name.
+    pub fn is_law(&self) -> bool {
+        matches!(self, Self::Law(_))
+    }
+
     /// Its name.
     pub fn as_str(&self) -> &str {
         match self {

@@ -21,7 +21,7 @@ use serde_json::Value;
 use crate::case::condition::Condition;
 use crate::case::{Case, CaseError};
 use crate::change::lot;
-use crate::judge::checks::{self, CheckOptions, Outcome};
+use crate::judge::checks::{self, CheckOptions, Laws, Outcome};
 use crate::judge::order::findings;
 use crate::judge::runner::{Runner, Times};
 use crate::operator::{AnyOperator, PreparedCase, Profile};
@@ -466,6 +466,7 @@ impl Ran {
         let checks = CheckOptions {
             sequence: checks.sequence && (cheap || number.is_multiple_of(3)),
             batches: checks.batches && (cheap || number % 3 == 1),
+            laws: if cheap { checks.laws } else { Laws::InTurn(number) },
             ..checks
         };
         let record = run_case(case, origin, runner, checks);
@@ -614,6 +615,7 @@ impl<'a> Shrinking<'a> {
             power: false,
             sequence: checks.sequence && failing.check == Check::Sequence,
             batches: checks.batches && failing.check == Check::BatchInvariance,
+            laws: if failing.check.is_law() { checks.laws } else { Laws::None },
             triangulate: checks.triangulate && failing.check == Check::OracleGradients,
             ..checks
         };

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dsv4_parity::case::{Case, CaseError, Draw};
 use dsv4_parity::judge::budget::Budget;
-use dsv4_parity::judge::checks::{self, CheckOptions, Outcome, POWERLESS};
+use dsv4_parity::judge::checks::{self, CheckOptions, Laws, Outcome, POWERLESS};
 use dsv4_parity::judge::runner::{RunError, Runner};
 use dsv4_parity::judge::triangulation::triangulate;
 use dsv4_parity::judge::truth::Truth;
@@ -71,7 +71,8 @@ fn cases_with_huge_steps_need_little_of_a_gpu() {
     let emulator =
         &Environment { backend: BackendKind::Emulator, ..support::device().environment().clone() };
     let gpu = Environment { backend: BackendKind::Cuda, ..emulator.clone() };
-    for operator in registry::OPERATORS {
+    // Ranks get dense copies of their tokens.
+    for operator in registry::OPERATORS.iter().filter(|operator| !operator.has_ranks()) {
         let mut huge_cases = 0;
         let small = |case: &Case| operator.elements(case).is_ok_and(|elements| elements <= SMALL);
         for case in operator.edge_cases(Profile::Ci).into_iter().filter(small) {
@@ -459,6 +460,31 @@ fn drawn_cases_beyond_the_time_budget_are_counted_and_corners_run_all_the_same()
     skips.retain(|skip| !skip.what.starts_with("edge cases"));
     let [skip] = skips.as_slice() else { panic!("{skips:?}") };
     assert_eq!((skip.what.as_str(), skip.count), ("drawn cases of rms_norm", 12));
+}
+
+#[test]
+fn a_sweep_on_the_emulator_checks_each_law_in_a_third_of_its_cases_and_counts_the_others() {
+    let rms_norm = registry::find("rms_norm").unwrap();
+    let case = &rms_norm.typical_cases()[0];
+    let runner = support::device();
+    let laws = |number: Option<u64>| -> (BTreeSet<String>, u64) {
+        let all = CheckOptions { power: false, ..CheckOptions::of_kernels(0) };
+        let options =
+            number.map_or(all, |number| CheckOptions { laws: Laws::InTurn(number), ..all });
+        let outcome = checks::run(&*rms_norm.prepare(case).unwrap(), runner, options);
+        let laws = outcome.checks.iter().filter(|check| check.check.is_law());
+        let skipped = outcome.skips.iter().filter(|skip| skip.what.starts_with("law: "));
+        let skipped = skipped.map(|skip| skip.count).sum();
+        (laws.map(|check| check.check.as_str().to_owned()).collect(), skipped)
+    };
+    let (all, none) = laws(None);
+    assert!(all.len() > 2 && none == 0, "{all:?} {none}");
+    let turns: Vec<_> = (7..10).map(|number| laws(Some(number))).collect();
+    for (some, skipped) in &turns {
+        assert!(some.len() < all.len() && some.len() + *skipped as usize >= all.len());
+    }
+    let together: BTreeSet<String> = turns.into_iter().flat_map(|(some, _)| some).collect();
+    assert_eq!(together, all);
 }
 
 // ---------------------------------------------------------------- the checks
