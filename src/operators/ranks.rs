@@ -5,6 +5,7 @@
 //! again, and compared as if one device had written it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use dsv4_kernels::model::tap::{Tap, Untapped};
 use dsv4_kernels::parallel::{self, Shards};
@@ -136,6 +137,10 @@ pub(crate) struct Ranks<'r, 'd> {
 pub(crate) type Launch<'l> =
     dyn Fn(&Device, &Views, &mut dyn Tap) -> Result<Vec<String>, RuntimeError> + Sync + 'l;
 
+/// Bytes of the scratch memory of a rank: its device, its tensors, and its number.
+pub(crate) type Workspace<'w> =
+    dyn Fn(&Device, &Views, usize) -> Result<usize, RuntimeError> + Sync + 'w;
+
 impl<'r, 'd> Ranks<'r, 'd> {
     /// The ranks of a case.
     pub fn of(division: Division, run: &'r mut Launches<'d>) -> Result<Self, RuntimeError> {
@@ -163,6 +168,11 @@ impl<'r, 'd> Ranks<'r, 'd> {
         own
     }
 
+    /// Some consecutive rows.
+    pub fn rows(&self, tensor: &HostTensor, rows: Range<usize>) -> HostTensor {
+        permuted_along(tensor, 0, &rows.collect::<Vec<_>>())
+    }
+
     /// The rows of a rank's tokens.
     pub fn tokens(&self, tensor: &HostTensor, rank: usize) -> HostTensor {
         let order: Vec<usize> =
@@ -175,7 +185,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
     pub fn launch<T: Taps>(
         &mut self,
         parts: impl Fn(&Self, usize) -> Result<Vec<(&'static str, Part)>, RuntimeError>,
-        workspace: &(dyn Fn(&Views, usize) -> Result<usize, RuntimeError> + Sync),
+        workspace: &Workspace<'_>,
         launch: &Launch<'_>,
     ) -> Result<Written, RuntimeError> {
         let size = self.division.ranks;
@@ -194,7 +204,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
                 };
                 views.put(name, view);
             }
-            let bytes = workspace(&views, rank)?;
+            let bytes = workspace(device, &views, rank)?;
             views.put("workspace", arena.workspace("workspace", bytes)?);
             let mut paths = Vec::new();
             let violations = arena.run(|device| {
@@ -230,12 +240,24 @@ impl<'r, 'd> Ranks<'r, 'd> {
         name: &str,
         view: &TensorView,
     ) -> Result<(), RuntimeError> {
+        let of_tokens = |rank| self.shards.tokens(rank).iter().map(|&token| token as usize);
+        self.unite_rows(written, name, view, of_tokens)
+    }
+
+    /// As [`Self::unite`], of rows that each rank has by other numbers than those of its tokens.
+    pub fn unite_rows<R: Iterator<Item = usize>>(
+        &self,
+        written: &Written,
+        name: &str,
+        view: &TensorView,
+        rows: impl Fn(usize) -> R,
+    ) -> Result<(), RuntimeError> {
         let mut whole = self.run.device().read(view)?;
         let row = view.shape[1..].iter().product::<usize>() * view.dtype.size();
         for (rank, written) in written.iter().enumerate() {
             let Some(own) = written.get(name) else { continue };
-            for (at, &token) in self.shards.tokens(rank).iter().enumerate() {
-                let (to, from) = (token as usize * row, at * row);
+            for (at, number) in rows(rank).enumerate() {
+                let (to, from) = (number * row, at * row);
                 whole.bytes[to..to + row].copy_from_slice(&own.bytes[from..from + row]);
             }
         }

@@ -35,6 +35,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::attention::attention_output_rotation::AttentionOutputRotation>(),
     &AnyOperator::of::<super::attention::cp_sparse_attention::CpSparseAttention>(),
     &AnyOperator::of::<super::attention::cp_window::CpWindow>(),
+    &AnyOperator::of::<super::cache::cp_compressor::CpCompressor>(),
     &AnyOperator::of::<super::attention::decode_attention::DecodeAttention>(),
     &AnyOperator::of::<super::attention::attention_combine::AttentionCombine>(),
     &AnyOperator::of::<super::attention::inverse_rope_quantize::InverseRopeQuantize>(),

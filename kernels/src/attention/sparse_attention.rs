@@ -149,14 +149,17 @@ fn sums_defines(v_dim: usize) -> Vec<(&'static str, String)> {
     vec![("V_DIM", v_dim.to_string())]
 }
 
+/// The values' width of the module that other operators use of the sum kernels: theirs have none.
+pub(crate) const INDEX_V_DIM: usize = 512;
+
 /// The module of the index of slots by key, for operators other than this one.
 pub(crate) fn index_module() -> Module {
-    module(SUMS_FILE, &sums_defines(512))
+    module(SUMS_FILE, &sums_defines(INDEX_V_DIM))
 }
 
 /// A kernel of that module.
 pub(crate) fn index_kernel(device: &Device, name: &str) -> Result<Kernel> {
-    device.kernel(SUMS_FILE, &sums_defines(512), name)
+    device.kernel(SUMS_FILE, &sums_defines(INDEX_V_DIM), name)
 }
 
 /// Memory of an index of slots by key: `counts` of `num_keys + 1` integers that are 0 before the

@@ -13,8 +13,8 @@ pub struct Halos {
     own: Vec<Range<usize>>,
     /// The tokens before them that it reads.
     halos: Vec<Range<usize>>,
-    /// The first token of the sequence of each token.
-    starts: Vec<usize>,
+    /// The sequence of each token.
+    sequences: Vec<Range<usize>>,
 }
 
 impl Halos {
@@ -23,22 +23,29 @@ impl Halos {
     /// # Errors
     /// A partition whose ranks do not have consecutive tokens; lengths of other tokens.
     pub fn new(shards: &Shards, lengths: &[usize], reach: usize) -> Result<Self> {
-        let refused =
-            |argument, reason| Err(RuntimeError::argument("Halos::new", argument, reason));
-        let starts: Vec<usize> = lengths
-            .iter()
-            .scan(0, |end, &length| {
-                let start = *end;
-                *end += length;
-                Some((start, length))
-            })
-            .flat_map(|(start, length)| std::iter::repeat_n(start, length))
+        let first = |own: &Range<usize>, sequence: &Range<usize>| {
+            own.start.saturating_sub(reach).max(sequence.start)
+        };
+        Self::from_first("Halos::new", shards, lengths, first)
+    }
+
+    /// The halos from the token on that `first` says, of a rank's tokens and of the sequence of the
+    /// first one of them. It is one of that sequence, and no later one than the rank's.
+    pub(super) fn from_first(
+        caller: &'static str,
+        shards: &Shards,
+        lengths: &[usize],
+        first: impl Fn(&Range<usize>, &Range<usize>) -> usize,
+    ) -> Result<Self> {
+        let refused = |argument, reason| Err(RuntimeError::argument(caller, argument, reason));
+        let sequences: Vec<Range<usize>> = sequences(lengths)
+            .flat_map(|sequence| std::iter::repeat_n(sequence.clone(), sequence.len()))
             .collect();
         let (mut own, mut next) = (Vec::new(), 0);
         for rank in 0..shards.ranks() {
             let tokens = shards.tokens(rank);
-            let first = next as i32;
-            if !tokens.iter().copied().eq(first..first + tokens.len() as i32) {
+            let from = next as i32;
+            if !tokens.iter().copied().eq(from..from + tokens.len() as i32) {
                 return refused(
                     "shards",
                     format!("rank {rank} has other tokens than those from {next} on"),
@@ -47,17 +54,18 @@ impl Halos {
             own.push(next..next + tokens.len());
             next += tokens.len();
         }
-        if next != starts.len() {
-            return refused("lengths", format!("{} tokens, and ranks have {next}", starts.len()));
+        if next != sequences.len() {
+            return refused(
+                "lengths",
+                format!("{} tokens, and ranks have {next}", sequences.len()),
+            );
         }
-        let halo = |own: &Range<usize>| match starts.get(own.start) {
-            Some(&start) if !own.is_empty() => {
-                own.start.saturating_sub(reach).max(start)..own.start
-            }
+        let halo = |own: &Range<usize>| match sequences.get(own.start) {
+            Some(sequence) if !own.is_empty() => first(own, sequence)..own.start,
             _ => own.start..own.start,
         };
         let halos = own.iter().map(halo).collect();
-        Ok(Self { own, halos, starts })
+        Ok(Self { own, halos, sequences })
     }
 
     /// The tokens of a rank.
@@ -72,7 +80,7 @@ impl Halos {
 
     /// The first token of a token's sequence.
     pub fn start_of(&self, token: usize) -> usize {
-        self.starts[token]
+        self.sequences[token].start
     }
 
     /// The ranks that have a rank's halo, ascending, and which tokens of it.
@@ -88,6 +96,15 @@ impl Halos {
         let parts = readers.map(|(reader, halo)| (reader, common(&self.own[rank], halo)));
         parts.filter(|(_, part)| !part.is_empty()).collect()
     }
+}
+
+/// The tokens of each of several packed sequences.
+pub(super) fn sequences(lengths: &[usize]) -> impl Iterator<Item = Range<usize>> + '_ {
+    lengths.iter().scan(0, |end, &length| {
+        let start = *end;
+        *end += length;
+        Some(start..*end)
+    })
 }
 
 fn common(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {

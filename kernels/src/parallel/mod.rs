@@ -6,11 +6,14 @@
 
 pub mod attention;
 mod collectives;
+pub mod compressor;
+pub mod groups;
 pub mod halo;
 pub mod partition;
 mod steps;
 pub mod window;
 
 pub use attention::Keys;
+pub use groups::Groups;
 pub use halo::Halos;
 pub use partition::{Partition, Shards};

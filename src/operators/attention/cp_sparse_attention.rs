@@ -410,7 +410,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
         let mut ranks = Ranks::of(c.division(), run)?;
         Parallel {
             given: &|ranks, rank| given(ranks, v, rank),
-            workspace: &|v, _| workspace(c, v),
+            workspace: &|_, v, _| workspace(c, v),
             launch: &|device, v, tap| launcher::forward(device, v, &c.options(v, false)?, tap),
         }
         .forward::<T>(&mut ranks, v)
@@ -424,7 +424,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
         let mut ranks = Ranks::of(c.division(), run)?;
         Parallel {
             given: &|ranks, rank| given(ranks, v, rank),
-            workspace: &|v, _| workspace(c, v),
+            workspace: &|_, v, _| workspace(c, v),
             launch: &|device, v, tap| launcher::backward(device, v, &c.options(v, true)?, tap),
         }
         .backward::<T>(&mut ranks, v, |ranks, _| ranks.shards().rows())

@@ -288,7 +288,7 @@ impl<T: Taps> Operator for CpWindow<T> {
         let (halos, options) = (c.halos(&ranks)?, c.options());
         Parallel {
             given: &|ranks, rank| given(ranks, v, rank),
-            workspace: &|v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
+            workspace: &|_, v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
             launch: &|device, v, tap| launcher::forward(device, v, &options, &halos, tap),
         }
         .forward::<T>(&mut ranks, v)
@@ -303,7 +303,7 @@ impl<T: Taps> Operator for CpWindow<T> {
         let (halos, options) = (c.halos(&ranks)?, c.options());
         Parallel {
             given: &|ranks, rank| given(ranks, v, rank),
-            workspace: &|v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
+            workspace: &|_, v, rank| launcher::workspace_bytes(v, &options, &halos, rank),
             launch: &|device, v, tap| launcher::backward(device, v, &options, &halos, tap),
         }
         .backward::<T>(&mut ranks, v, |ranks, rank| ranks.shards().tokens(rank).len())

@@ -2,7 +2,7 @@
 
 use dsv4_runtime::{RuntimeError, Views};
 
-use crate::operators::ranks::{Launch, Part, Ranks, Taps, of_rows};
+use crate::operators::ranks::{Launch, Part, Ranks, Taps, Workspace, of_rows};
 
 /// The tensors of a rank, by name.
 pub(super) type Parts = Vec<(&'static str, Part)>;
@@ -12,7 +12,7 @@ pub(super) struct Parallel<'p> {
     /// The tensors that a rank reads in both directions.
     pub given: &'p dyn Fn(&Ranks<'_, '_>, usize) -> Result<Parts, RuntimeError>,
     /// Bytes of the scratch memory of a rank.
-    pub workspace: &'p (dyn Fn(&Views, usize) -> Result<usize, RuntimeError> + Sync),
+    pub workspace: &'p Workspace<'p>,
     /// Its launches.
     pub launch: &'p Launch<'p>,
 }

@@ -24,6 +24,7 @@ use crate::operator::fields::{LARGEST_DRAWN, elements};
 use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{Pooling, format_of};
+use crate::operators::ranks;
 
 /// The operator.
 pub struct Compressor;
@@ -36,6 +37,8 @@ pub enum Packing {
     Drawn,
     /// All the same length.
     Equal,
+    /// Any length, without padding: as ranks share them ([`ranks::lengths`]).
+    Filled,
 }
 
 /// A case: sizes, sequences, types, data.
@@ -117,9 +120,15 @@ impl CompressorCase {
         if self.overlaps { 2 * self.head_dim } else { self.head_dim }
     }
 
-    fn lengths(&self) -> Vec<usize> {
-        if self.packing == Packing::Equal {
-            return vec![self.num_tokens / self.num_sequences.max(1); self.num_sequences];
+    pub(crate) fn lengths(&self) -> Vec<usize> {
+        match self.packing {
+            Packing::Equal => {
+                return vec![self.num_tokens / self.num_sequences.max(1); self.num_sequences];
+            }
+            Packing::Filled => {
+                return ranks::lengths(self.data.seed, self.num_sequences, self.num_tokens);
+            }
+            Packing::Drawn => {}
         }
         let mut draw = Draw::new(self.data.seed, "lengths");
         let mut left = self.num_tokens - (self.num_tokens / 8).min(self.ratio + 1);
@@ -340,6 +349,9 @@ impl Operator for Compressor {
                 "rope_dim",
                 format!("{} must be even, and head_dim at most", c.rope_dim),
             );
+        }
+        if c.packing == Packing::Filled && c.num_sequences == 0 {
+            return refuse("num_sequences", "0: filled sequences have all tokens");
         }
         if !c.overlaps && !c.saves_pooled {
             return refuse("saves_pooled", "without overlap what was pooled goes through memory");
