@@ -4,12 +4,14 @@
 
 use std::collections::BTreeSet;
 
+use dsv4_kernels::cache::compressor::{self, Epilogue};
 use dsv4_kernels::model::tap::{Site, Tap};
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions, Outcome};
 use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::attention::cp_sparse_attention::CpSparseAttention;
 use dsv4_parity::operators::attention::cp_window::CpWindow;
+use dsv4_parity::operators::cache::cp_compressor::CpCompressor;
 use dsv4_parity::operators::ranks::Taps;
 use dsv4_parity::record::CaseRecord;
 use dsv4_parity::report::diagnosis::{self, terminal};
@@ -296,6 +298,46 @@ faults! {
         let Some(target) = seen.site.views.get("target") else { return Ok(()) };
         seen.device.backend().fill(target.address, 0, 4 * target.elements())
     };
+    /// FM-181: sequences that start on a rank are pooled as the rest of the one before.
+    GroupsAcrossSequences = |seen, run| {
+        if seen.site.operator == "compressor" {
+            for ends in ["cu_seqlens", "cu_entries"] {
+                seen.change(ends, |ends| {
+                    if let Some(&last) = ends.last() {
+                        ends[1..].fill(last);
+                    }
+                })?;
+            }
+        }
+        run()
+    };
+    /// FM-26: entries turn by their place among a rank's own, not by that in the sequence.
+    TurnedByLocalPosition = |seen, run| {
+        if !seen.is("compressor", "forward") {
+            return run();
+        }
+        let mut views = seen.site.views.clone();
+        for name in ["cos", "sin"] {
+            let table = seen.view(name);
+            let (missing, row) = (TABLE_ROWS - table.shape[0], table.strides[0] as usize * 4);
+            let address = table.address - (missing * row) as u64;
+            let whole = TensorView { address, ..table.clone() };
+            views.put(name, TensorView { shape: vec![TABLE_ROWS, table.shape[1]], ..whole });
+        }
+        compressor::forward(seen.device, &views, 1e-6, Epilogue::None).map(|_| ())
+    };
+    /// FM-180: gradients of ape and the norm's weight, of the own tokens.
+    ParametersNotSummed = |seen, run| {
+        if seen.is("all_reduce", "parameters") { Ok(()) } else { run() }
+    };
+    /// FM-180: the same summed by the operator and once more.
+    ParametersSummedTwice = |seen, run| {
+        run()?;
+        if seen.is("all_reduce", "parameters") {
+            return seen.world().all_reduce(seen.view("buffer"));
+        }
+        Ok(())
+    };
     /// FM-178: one rank leaves out a collective that the others wait in.
     Absent = |seen, run| {
         let leaves = seen.is("all_gather", "k") && seen.world().rank() == 1;
@@ -307,6 +349,18 @@ const REMAPPED: &str = r#"{"operator":"cp_sparse_attention","ranks":3,"partition
 
 const WINDOW: &str = r#"{"operator":"cp_window","ranks":2,"num_sequences":2,"delay_seed":3,"num_tokens":21,"num_heads":4,"head_dim":64,"window":8,"sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"key_gradients":"deterministic","seed":5}"#;
 
+/// Groups that the starts of ranks 1 and 2 cut, and a sequence that starts within rank 0, after 7
+/// tokens of another one.
+const COMPRESSOR: &str = r#"{"operator":"cp_compressor","ranks":3,"num_sequences":2,"delay_seed":3,"num_tokens":42,"ratio":4,"overlaps":true,"head_dim":16,"rope_dim":8,"table_rows":42,"dtype":"f32","poison":false,"eps":1e-6,"scores":2.0,"distribution":"normal","magnitude":1.0,"seed":33}"#;
+
+/// Rows of its table.
+const TABLE_ROWS: usize = 42;
+
+/// The same without overlap.
+fn plain_groups() -> String {
+    COMPRESSOR.replace(r#""ratio":4,"overlaps":true"#, r#""ratio":5,"overlaps":false"#)
+}
+
 fn reordered() -> String {
     REMAPPED.replace("remapped", "reordered")
 }
@@ -316,6 +370,7 @@ fn judged<T: Taps>(line: &str) -> Outcome {
     let case = Case::parse(line).expect("a case");
     let operator = match case.operator.as_str() {
         "cp_window" => AnyOperator::of::<CpWindow<T>>(),
+        "cp_compressor" => AnyOperator::of::<CpCompressor<T>>(),
         _ => AnyOperator::of::<CpSparseAttention<T>>(),
     };
     let prepared = operator.prepare(&case).expect("a case that the operator takes");
@@ -346,7 +401,7 @@ fn seen_by<T: Taps>(line: &str, expected: &[&str]) -> String {
 
 #[test]
 fn without_a_fault_a_tap_changes_nothing() {
-    for line in [REMAPPED, &reordered(), WINDOW] {
+    for line in [REMAPPED, &reordered(), WINDOW, COMPRESSOR, &plain_groups()] {
         let (found, said) = failed(&judged::<Nothing>(line));
         assert!(found.is_empty(), "{found:?}\n{said}");
     }
@@ -393,6 +448,24 @@ fn wrong_halos_are_seen() {
     seen_by::<HaloMissing>(WINDOW, &["forward out", "gradient dq"]);
     seen_by::<AcrossSequences>(WINDOW, &["forward out"]);
     seen_by::<HaloGradientDropped>(WINDOW, &["gradient dk"]);
+}
+
+/// FM-25, FM-26, FM-180, FM-181.
+#[test]
+fn wrong_groups_of_ranks_are_seen() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    for line in [COMPRESSOR, &plain_groups()] {
+        seen_by::<HaloMissing>(line, &["forward entries", "forward pooled", "gradient dkv"]);
+        seen_by::<HaloGradientDropped>(line, &["gradient dkv"]);
+        seen_by::<GroupsAcrossSequences>(line, &["forward entries", "forward pooled"]);
+        seen_by::<TurnedByLocalPosition>(line, &["forward entries"]);
+        let of_parameters = ["gradient dape", "gradient dnorm_weight"];
+        seen_by::<ParametersSummedTwice>(line, &of_parameters);
+        let said = seen_by::<ParametersNotSummed>(line, &["launch"]);
+        assert!(said.contains("all_reduce of `dape`: it has another sum than rank 0"), "{said}");
+    }
 }
 
 /// FM-178.
