@@ -141,6 +141,15 @@ pub(crate) type Launch<'l> =
 pub(crate) type Workspace<'w> =
     dyn Fn(&Device, &Views, usize) -> Result<usize, RuntimeError> + Sync + 'w;
 
+/// The numbers of a rank's rows among those of all ranks.
+pub(crate) fn numbers(shards: &Shards, rank: usize) -> impl Iterator<Item = usize> + '_ {
+    shards.tokens(rank).iter().map(|&row| row as usize)
+}
+
+fn of_shard(shards: &Shards, tensor: &HostTensor, rank: usize) -> HostTensor {
+    permuted_along(tensor, 0, &numbers(shards, rank).collect::<Vec<_>>())
+}
+
 impl<'r, 'd> Ranks<'r, 'd> {
     /// The ranks of a case.
     pub fn of(division: Division, run: &'r mut Launches<'d>) -> Result<Self, RuntimeError> {
@@ -161,10 +170,15 @@ impl<'r, 'd> Ranks<'r, 'd> {
 
     /// The rows of a rank's tokens, and rows of poison up to the rows of all ranks.
     pub fn padded(&self, tensor: &HostTensor, rank: usize) -> HostTensor {
-        let mut own = self.tokens(tensor, rank);
+        self.padded_by(&self.shards, tensor, rank)
+    }
+
+    /// As [`Self::padded`], of rows that ranks share in another way than tokens.
+    pub fn padded_by(&self, shards: &Shards, tensor: &HostTensor, rank: usize) -> HostTensor {
+        let mut own = of_shard(shards, tensor, rank);
         let row = own.shape[1..].iter().product::<usize>() * own.dtype.size();
-        own.shape[0] = self.shards.rows();
-        own.bytes.resize(self.shards.rows() * row, self.run.contract().poison);
+        own.shape[0] = shards.rows();
+        own.bytes.resize(shards.rows() * row, self.run.contract().poison);
         own
     }
 
@@ -175,9 +189,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
 
     /// The rows of a rank's tokens.
     pub fn tokens(&self, tensor: &HostTensor, rank: usize) -> HostTensor {
-        let order: Vec<usize> =
-            self.shards.tokens(rank).iter().map(|&token| token as usize).collect();
-        permuted_along(tensor, 0, &order)
+        of_shard(&self.shards, tensor, rank)
     }
 
     /// Runs `launch` on every rank, with the tensors that `parts` makes of each and a workspace of
@@ -240,8 +252,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
         name: &str,
         view: &TensorView,
     ) -> Result<(), RuntimeError> {
-        let of_tokens = |rank| self.shards.tokens(rank).iter().map(|&token| token as usize);
-        self.unite_rows(written, name, view, of_tokens)
+        self.unite_rows(written, name, view, |rank| numbers(&self.shards, rank))
     }
 
     /// As [`Self::unite`], of rows that each rank has by other numbers than those of its tokens.

@@ -59,6 +59,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::indexer::indexer_loss::IndexerLoss>(),
     &AnyOperator::of::<super::indexer::indexer_backward::IndexerBackward>(),
     &AnyOperator::of::<super::indexer::indexer_distillation::IndexerDistillation>(),
+    &AnyOperator::of::<super::indexer::cp_indexer::CpIndexer>(),
 ];
 
 /// Names of all operators.

@@ -17,8 +17,8 @@
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use super::collectives::Rank;
-use super::partition::{PADDING, slots};
-use super::steps::in_workspace;
+use super::partition::PADDING;
+use super::steps::{Slots, in_workspace};
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 use crate::attention::sparse_attention;
 use crate::model::tap::Tap;
@@ -265,14 +265,6 @@ struct Parallel<'a> {
     workspace: Workspace,
 }
 
-/// Gathered rows and positions.
-struct Slots {
-    /// The position of each gathered row.
-    positions: Vec<i32>,
-    /// The gathered row of each position.
-    slots: Vec<i32>,
-}
-
 impl<'a> Parallel<'a> {
     fn new(
         views: &'a Views,
@@ -302,20 +294,14 @@ impl<'a> Parallel<'a> {
         let Extents { head_dim, v_dim, num_keys, .. } = self.extents;
         let (rows, parts) = (self.extents.gathered(), &self.workspace);
         let positions = self.scratch("positions", parts.positions, DType::I32, &[rows]);
-        rank.all_gather("positions", &self.views["positions"], &positions)?;
+        let slots = rank.slots(&self.views["positions"], &positions, num_keys)?;
         let k = self.scratch("k", parts.k, DType::Bf16, &[rows, head_dim]);
         rank.all_gather("k", &self.views["k"], &k)?;
         if let Some(v) = self.views.get("v") {
             let all = self.scratch("v", parts.v, DType::Bf16, &[rows, v_dim]);
             rank.all_gather("v", v, &all)?;
         }
-        let positions = rank.numbers(&positions)?;
-        // On a device that only records, nothing was gathered.
-        let slots = match rank.device.backend().runs() {
-            true => slots(&positions, num_keys)?,
-            false => vec![PADDING; num_keys],
-        };
-        Ok(Slots { positions, slots })
+        Ok(slots)
     }
 
     /// The tensors that the attention reads: keys and lists that go together.
@@ -387,10 +373,7 @@ impl<'a> Parallel<'a> {
             Keys::Remapped => all,
             Keys::Reordered => {
                 let slotted = self.rows_of("dkv", parts.slotted, self.extents.gathered());
-                // Rows of padding are no sum.
-                let bytes = slotted.elements() * slotted.dtype.size();
-                rank.device.backend().fill(slotted.address, 0, bytes)?;
-                rank.copy_rows(&all, &slotted, &slots.positions)?;
+                rank.by_slot(&all, &slotted, slots)?;
                 slotted
             }
         };

@@ -1,7 +1,7 @@
 //! `cp_compressor` (training 9, 10): tokens pooled into entries, by ranks with consecutive tokens.
 //!
 //! ```text
-//! forward    halo of kv, gate   from the ranks before: the rest of a group, and the group before it
+//! forward    halo of kv, gate   from the ranks before: the rest of a group, the group before it
 //!            entries            = compressor(halo and own rows)       of groups that end here
 //! backward   the same halo
 //!            dkv, dgate, dape, dnorm_weight = compressor_backward     of halo and own rows

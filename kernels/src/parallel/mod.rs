@@ -9,7 +9,9 @@ mod collectives;
 pub mod compressor;
 pub mod groups;
 pub mod halo;
+pub mod indexer;
 pub mod partition;
+pub mod ranges;
 mod steps;
 pub mod window;
 

@@ -72,7 +72,8 @@ fn on_grid(name: &str, x: f64) -> f64 {
     }
 }
 
-fn of(keys: RankedKeys, listed: usize) -> IndexerDistillationCase {
+/// A step with few heads.
+pub(crate) fn of(keys: RankedKeys, listed: usize) -> IndexerDistillationCase {
     IndexerDistillationCase {
         keys,
         listed,
@@ -89,7 +90,7 @@ fn of(keys: RankedKeys, listed: usize) -> IndexerDistillationCase {
 
 impl IndexerDistillationCase {
     /// `head_dim^-1/2`.
-    fn softmax_scale(&self) -> f32 {
+    pub(crate) fn softmax_scale(&self) -> f32 {
         (self.head_dim.max(1) as f32).sqrt().recip()
     }
 }
@@ -148,47 +149,7 @@ impl Operator for IndexerDistillation {
         &["indexer_logits", "topk", "score_recompute", "indexer_loss", "indexer_backward"];
 
     fn tensors(c: &IndexerDistillationCase) -> Specs {
-        let (tokens, keys) =
-            (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
-        let index_heads = axis("index_heads", c.index_heads).multiples(1, MAX_HEADS);
-        let (heads, width) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim));
-        let (columns, listed) = (axis("columns", c.keys.columns()), axis("topk", c.listed));
-        let (index_dim, one) = (axis("index_head_dim", HEAD_DIM), [axis("one", 1)]);
-        let normal = Distribution::Normal;
-        let given = [
-            input("index_q", DType::Bf16, &[tokens, index_heads, index_dim])
-                .aligned_rows()
-                .drawn(normal, 1.0),
-            input("index_k", DType::Bf16, &[keys, index_dim]).aligned_rows().drawn(normal, 1.0),
-            input("index_w", DType::F32, &[tokens, index_heads]).rows().drawn(normal, 1.0),
-            input("q", DType::Bf16, &[tokens, heads, width]).aligned_rows().drawn(normal, 1.0),
-            input("k", DType::Bf16, &[keys, width]).aligned_rows().drawn(normal, 1.0),
-            input("lse", DType::F32, &[tokens, heads]),
-            input("limits", DType::I32, &[tokens]),
-        ];
-        let lists = [tokens, listed];
-        let written = [
-            output("logits", DType::F32, &[tokens, columns]).rows(),
-            output("indices", DType::I32, &lists).rows().exact(),
-            output("values", DType::F32, &lists).rows(),
-            output("target", DType::F32, &lists).rows(),
-            output("idx_lse", DType::F32, &[tokens]),
-            output("loss", DType::F32, &one),
-            output("kl", DType::F32, &[tokens]),
-            upstream("grad_loss", "loss"),
-            gradient("dvalues", "values", DType::F32),
-            gradient("dindex_q", "index_q", DType::Bf16).aligned_rows(),
-            gradient("dindex_k", "index_k", DType::F32).aligned_rows().atomic_if(true),
-            gradient("dindex_w", "index_w", DType::F32).rows(),
-        ];
-        // The lists come from the step itself.
-        let limits = c
-            .keys
-            .tensors()
-            .into_iter()
-            .filter(|spec| !["indices", "topk_length"].contains(&spec.name));
-        let specs = Specs::new(c.keys.seed, given.into_iter().chain(limits).chain(written));
-        specs.positive("sm_scale", c.sm_scale).finite("loss_coeff", c.loss_coeff)
+        specs(c, true)
     }
 
     fn check(c: &IndexerDistillationCase) -> Result<(), Refused> {
@@ -417,6 +378,50 @@ impl Operator for IndexerDistillation {
     fn is_smooth(c: &IndexerDistillationCase) -> bool {
         c.listed >= c.keys.columns() && c.keys.num_tokens * c.index_heads <= 64
     }
+}
+
+/// The tensors of a step. `atomic`: whether the gradient of keys is summed by atomics.
+pub(crate) fn specs(c: &IndexerDistillationCase, atomic: bool) -> Specs {
+    let (tokens, keys) = (axis("num_tokens", c.keys.num_tokens), axis("num_keys", c.keys.num_keys));
+    let index_heads = axis("index_heads", c.index_heads).multiples(1, MAX_HEADS);
+    let (heads, width) = (axis("num_heads", c.num_heads), axis("head_dim", c.head_dim));
+    let (columns, listed) = (axis("columns", c.keys.columns()), axis("topk", c.listed));
+    let (index_dim, one) = (axis("index_head_dim", HEAD_DIM), [axis("one", 1)]);
+    let normal = Distribution::Normal;
+    let given = [
+        input("index_q", DType::Bf16, &[tokens, index_heads, index_dim])
+            .aligned_rows()
+            .drawn(normal, 1.0),
+        input("index_k", DType::Bf16, &[keys, index_dim]).aligned_rows().drawn(normal, 1.0),
+        input("index_w", DType::F32, &[tokens, index_heads]).rows().drawn(normal, 1.0),
+        input("q", DType::Bf16, &[tokens, heads, width]).aligned_rows().drawn(normal, 1.0),
+        input("k", DType::Bf16, &[keys, width]).aligned_rows().drawn(normal, 1.0),
+        input("lse", DType::F32, &[tokens, heads]),
+        input("limits", DType::I32, &[tokens]),
+    ];
+    let lists = [tokens, listed];
+    let written = [
+        output("logits", DType::F32, &[tokens, columns]).rows(),
+        output("indices", DType::I32, &lists).rows().exact(),
+        output("values", DType::F32, &lists).rows(),
+        output("target", DType::F32, &lists).rows(),
+        output("idx_lse", DType::F32, &[tokens]),
+        output("loss", DType::F32, &one),
+        output("kl", DType::F32, &[tokens]),
+        upstream("grad_loss", "loss"),
+        gradient("dvalues", "values", DType::F32),
+        gradient("dindex_q", "index_q", DType::Bf16).aligned_rows(),
+        gradient("dindex_k", "index_k", DType::F32).aligned_rows().atomic_if(atomic),
+        gradient("dindex_w", "index_w", DType::F32).rows(),
+    ];
+    // The lists come from the step itself.
+    let limits = c
+        .keys
+        .tensors()
+        .into_iter()
+        .filter(|spec| !["indices", "topk_length"].contains(&spec.name));
+    let specs = Specs::new(c.keys.seed, given.into_iter().chain(limits).chain(written));
+    specs.positive("sm_scale", c.sm_scale).finite("loss_coeff", c.loss_coeff)
 }
 
 fn logits_options(c: &IndexerDistillationCase) -> indexer_logits::Options {

@@ -1,5 +1,6 @@
 //! The indexer: its scores, their selection and its training.
 
+pub mod cp_indexer;
 pub mod indexer_backward;
 pub mod indexer_distillation;
 pub mod indexer_logits;
