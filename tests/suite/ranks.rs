@@ -12,6 +12,7 @@ use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::attention::cp_sparse_attention::CpSparseAttention;
 use dsv4_parity::operators::attention::cp_window::CpWindow;
 use dsv4_parity::operators::cache::cp_compressor::CpCompressor;
+use dsv4_parity::operators::indexer::cp_indexer::CpIndexer;
 use dsv4_parity::operators::ranks::Taps;
 use dsv4_parity::record::CaseRecord;
 use dsv4_parity::report::diagnosis::{self, terminal};
@@ -195,14 +196,14 @@ faults! {
     /// FM-25: the scattered sum is reduced once more.
     ReducedTwice = |seen, run| {
         run()?;
-        if seen.is("reduce_scatter", "dkv") {
+        if seen.site.operator == "reduce_scatter" {
             return seen.world().all_reduce(seen.view("target"));
         }
         Ok(())
     };
-    /// FM-25: the own slice of dK and dV, without a sum.
+    /// FM-25: the own slice of the gradients of keys, without a sum.
     Sliced = |seen, run| {
-        if !seen.is("reduce_scatter", "dkv") {
+        if seen.site.operator != "reduce_scatter" {
             return run();
         }
         let (source, target) = (seen.view("source"), seen.view("target"));
@@ -212,7 +213,7 @@ faults! {
     };
     /// FM-179.
     ReducedInBf16 = |seen, run| {
-        if seen.is("reduce_scatter", "dkv") {
+        if seen.site.operator == "reduce_scatter" {
             let source = seen.view("source");
             let rounded = seen.device.read(source)?.to_f64();
             let rounded = HostTensor::from_f64(DType::Bf16, &source.shape, &rounded).to_f64();
@@ -233,12 +234,13 @@ faults! {
     };
     /// FM-25: the backward has the keys of its own shard alone.
     BackwardOnTheShard = |seen, run| {
-        if seen.is("sparse_attention", "backward") {
+        let attends = seen.is("sparse_attention", "backward");
+        if attends || seen.is("indexer_backward", "backward") {
             let (own, size) = (seen.world().rank(), seen.world().size());
             let k = seen.view("k");
             let rows = seen.positions.len() / size;
             for row in 0..k.shape[0] {
-                let slot = match seen.is_remapped() {
+                let slot = match attends && seen.is_remapped() {
                     true => Some(row),
                     false => seen.positions.iter().position(|&at| at as usize == row),
                 };
@@ -251,7 +253,10 @@ faults! {
         run()
     };
     /// FM-25: the backward reads what an earlier call left in the place of gathered keys.
-    NotGathered = |seen, run| if seen.is("all_gather", "k") { Ok(()) } else { run() };
+    NotGathered = |seen, run| {
+        let keys = ["k", "index_k"].iter().any(|name| seen.is("all_gather", name));
+        if keys { Ok(()) } else { run() }
+    };
     /// FM-27: a slot without a key becomes a row of padding.
     PaddingCounted = |seen, run| {
         if seen.attends()
@@ -338,6 +343,54 @@ faults! {
         }
         Ok(())
     };
+    /// FM-22: lists that count from the first key of a token's sequence are used as rows of all.
+    LocalLists = |seen, run| {
+        run()?;
+        if seen.is("topk", "forward") {
+            let (first, topk) = (seen.numbers("offsets"), seen.view("indices").shape[1]);
+            seen.change("indices", |lists| {
+                for (at, index) in lists.iter_mut().enumerate().filter(|(_, index)| **index >= 0) {
+                    *index -= first[at / topk];
+                }
+            })?;
+        }
+        Ok(())
+    };
+    /// FM-27, FM-96: a query lists keys up to its local row.
+    ListsByLocalRow = |seen, run| {
+        if seen.is("topk", "forward") {
+            seen.change("lengths", |lengths| {
+                for (row, length) in lengths.iter_mut().enumerate() {
+                    *length = (*length).min(row as i32 + 1);
+                }
+            })?;
+        }
+        run()
+    };
+    /// FM-66: each rank has the mean over its own rows.
+    MeanByLocalRows = |seen, run| {
+        run()?;
+        let written = match (seen.site.operator, seen.site.name) {
+            ("indexer_loss", "forward") => "loss",
+            ("indexer_loss", "backward") => "dlogits",
+            _ => return Ok(()),
+        };
+        let factor = INDEXER_ROWS / seen.view("logits").shape[0].max(1) as f64;
+        let view = seen.view(written);
+        let scaled = seen.device.read(view)?.to_f64().into_iter().map(|x| factor * x);
+        let scaled: Vec<f64> = scaled.collect();
+        seen.device.write(view, &HostTensor::from_f64(DType::F32, &view.shape, &scaled))
+    };
+    /// FM-180: the loss of the own rows.
+    LossNotSummed = |seen, run| if seen.is("all_reduce", "loss") { Ok(()) } else { run() };
+    /// FM-180: the loss is summed by the operator and once more.
+    LossSummedTwice = |seen, run| {
+        run()?;
+        if seen.is("all_reduce", "loss") {
+            return seen.world().all_reduce(seen.view("buffer"));
+        }
+        Ok(())
+    };
     /// FM-178: one rank leaves out a collective that the others wait in.
     Absent = |seen, run| {
         let leaves = seen.is("all_gather", "k") && seen.world().rank() == 1;
@@ -356,6 +409,12 @@ const COMPRESSOR: &str = r#"{"operator":"cp_compressor","ranks":3,"num_sequences
 /// Rows of its table.
 const TABLE_ROWS: usize = 42;
 
+/// Two ranks with tokens of several sequences, each with keys of both ranks.
+const INDEXER: &str = r#"{"operator":"cp_indexer","ranks":2,"partition":"zigzag","delay_seed":3,"key_gradients":"deterministic","num_tokens":9,"num_keys":24,"ranking":"causal","topk":0,"indices":"hostile","lengths":"absent","global":false,"ratio":1,"q_off":true,"packed":true,"left_out":0,"seed":3,"listed":6,"index_heads":4,"num_heads":5,"head_dim":64,"sm_scale":0.011048543,"form":"clipped_log","reduction":"mean_of_rows","loss_coeff":0.3}"#;
+
+/// Its tokens.
+const INDEXER_ROWS: f64 = 9.0;
+
 /// The same without overlap.
 fn plain_groups() -> String {
     COMPRESSOR.replace(r#""ratio":4,"overlaps":true"#, r#""ratio":5,"overlaps":false"#)
@@ -370,6 +429,7 @@ fn judged<T: Taps>(line: &str) -> Outcome {
     let case = Case::parse(line).expect("a case");
     let operator = match case.operator.as_str() {
         "cp_window" => AnyOperator::of::<CpWindow<T>>(),
+        "cp_indexer" => AnyOperator::of::<CpIndexer<T>>(),
         "cp_compressor" => AnyOperator::of::<CpCompressor<T>>(),
         _ => AnyOperator::of::<CpSparseAttention<T>>(),
     };
@@ -401,7 +461,7 @@ fn seen_by<T: Taps>(line: &str, expected: &[&str]) -> String {
 
 #[test]
 fn without_a_fault_a_tap_changes_nothing() {
-    for line in [REMAPPED, &reordered(), WINDOW, COMPRESSOR, &plain_groups()] {
+    for line in [REMAPPED, &reordered(), WINDOW, COMPRESSOR, &plain_groups(), INDEXER] {
         let (found, said) = failed(&judged::<Nothing>(line));
         assert!(found.is_empty(), "{found:?}\n{said}");
     }
@@ -466,6 +526,26 @@ fn wrong_groups_of_ranks_are_seen() {
         let said = seen_by::<ParametersNotSummed>(line, &["launch"]);
         assert!(said.contains("all_reduce of `dape`: it has another sum than rank 0"), "{said}");
     }
+}
+
+/// FM-22, FM-24, FM-25, FM-27, FM-66, FM-96, FM-179, FM-180.
+#[test]
+fn wrong_lists_means_and_sums_of_ranks_indexers_are_seen() {
+    if left_out(&ROOMS) {
+        return;
+    }
+    seen_by::<WrongSlots>(INDEXER, &["forward logits", "gradient dindex_k"]);
+    seen_by::<LocalLists>(INDEXER, &["forward indices", "gradient dindex_q"]);
+    seen_by::<ListsByLocalRow>(INDEXER, &["forward indices"]);
+    seen_by::<NotGathered>(INDEXER, &["forward logits"]);
+    seen_by::<BackwardOnTheShard>(INDEXER, &["gradient dindex_q"]);
+    seen_by::<MeanByLocalRows>(INDEXER, &["forward loss", "gradient dvalues", "gradient dindex_q"]);
+    seen_by::<Sliced>(INDEXER, &["gradient dindex_k"]);
+    seen_by::<ReducedTwice>(INDEXER, &["gradient dindex_k"]);
+    seen_by::<ReducedInBf16>(INDEXER, &["precision dindex_k"]);
+    seen_by::<LossSummedTwice>(INDEXER, &["forward loss"]);
+    let said = seen_by::<LossNotSummed>(INDEXER, &["launch"]);
+    assert!(said.contains("all_reduce of `loss`: it has another sum than rank 0"), "{said}");
 }
 
 /// FM-178.
