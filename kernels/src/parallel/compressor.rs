@@ -226,6 +226,7 @@ impl<'a> Pooling<'a> {
         backward: bool,
     ) -> Result<Self> {
         CHECK.positive("eps", eps)?;
+        groups.halos().check(CHECK.operator, rank.world.size())?;
         let number = rank.world.rank();
         let own = check(views, groups, number, backward)?;
         let plan = Plan::new(rank.device, own, groups, number);

@@ -68,6 +68,18 @@ impl Halos {
         Ok(Self { own, halos, sequences })
     }
 
+    /// Whether these are the halos of a world of `size` ranks.
+    ///
+    /// # Errors
+    /// They are those of another number of ranks.
+    pub(super) fn check(&self, caller: &'static str, size: usize) -> Result<()> {
+        if self.own.len() == size {
+            return Ok(());
+        }
+        let reason = format!("of {} ranks, and the world has {size}", self.own.len());
+        Err(RuntimeError::argument(caller, "partition", reason))
+    }
+
     /// The tokens of a rank.
     pub fn own(&self, rank: usize) -> Range<usize> {
         self.own[rank].clone()
@@ -149,5 +161,8 @@ mod tests {
         assert!(error.contains("rank 0 has other tokens"), "{error}");
         let shards = Shards::new(Partition::Contiguous, 2, &[8]).expect("a partition");
         assert!(Halos::new(&shards, &[7], 3).is_err());
+        let error = halos(2, &[8], 3).check("cp_window", 3).unwrap_err().to_string();
+        assert!(error.contains("of 2 ranks, and the world has 3"), "{error}");
+        assert!(halos(2, &[8], 3).check("cp_window", 2).is_ok());
     }
 }

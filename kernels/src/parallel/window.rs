@@ -112,6 +112,7 @@ fn check(
     ];
     let mut call = CHECK.signature(views, tensors).extent("head_dim", 16, 576);
     let [num_tokens, head_dim] = call.bind(["num_tokens", "head_dim"])?;
+    halos.check(CHECK.operator, rank.world.size())?;
     let own = halos.own(rank.world.rank()).len();
     if num_tokens != own {
         return CHECK.refuse("q", format!("{num_tokens} tokens, and the partition has {own} here"));
