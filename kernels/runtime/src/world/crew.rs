@@ -77,30 +77,16 @@ impl Ranks {
     /// and there is the library, otherwise by shared memory. `PARITY_WORLD` demands one.
     ///
     /// # Errors
-    /// A `PARITY_WORLD` that is neither `nccl` nor `shared`, and one that cannot be had here.
+    /// A `PARITY_WORLD` that is neither `nccl` nor `shared`, and one that cannot be had here;
+    /// [`RuntimeError::TooLarge`] for more ranks than GPUs, where it demands NCCL.
     pub fn means(&self, size: usize) -> Result<Means> {
         let demanded = variable("PARITY_WORLD").map(|value| value.to_string_lossy().into_owned());
-        let refused = |reason| Err(RuntimeError::BackendMissing { backend: "nccl", reason });
-        match demanded.as_deref() {
-            Some("shared") => return Ok(Means::SharedMemory),
-            Some("nccl") | None => {}
-            Some(other) => {
-                return refused(format!("PARITY_WORLD is {other:?}, not nccl or shared"));
-            }
-        }
-        let why_not = match self.kind {
-            BackendKind::Cuda => {
-                let gpus = cuda::device_count()? as usize;
-                let few = (gpus < size).then(|| format!("{size} ranks on {gpus} GPU(s)"));
-                few.or_else(|| cuda::nccl::find().err().map(|error| error.to_string()))
-            }
-            kind => Some(format!("the {kind} has no GPUs")),
+        let gpus = match self.kind {
+            BackendKind::Cuda if demanded.as_deref() != Some("shared") => cuda::device_count()?,
+            _ => 0,
         };
-        match (demanded, why_not) {
-            (_, None) => Ok(Means::Nccl),
-            (None, Some(_)) => Ok(Means::SharedMemory),
-            (Some(_), Some(why)) => refused(format!("PARITY_WORLD is nccl: {why}")),
-        }
+        let library = || cuda::nccl::find().err().map(|error| error.to_string());
+        chosen(demanded.as_deref(), self.kind, (size, gpus as usize), library)
     }
 
     /// The processes of the ranks that run now.
@@ -190,6 +176,38 @@ impl Ranks {
         let name = crew.ranks[0].name_world()?;
         crew.named.insert(size, name.clone());
         Ok(name)
+    }
+}
+
+/// The means of `size` ranks on this many GPUs, by what `PARITY_WORLD` demands. `library` says why
+/// NCCL cannot be had, if it cannot.
+fn chosen(
+    demanded: Option<&str>,
+    kind: BackendKind,
+    (size, gpus): (usize, usize),
+    library: impl Fn() -> Option<String>,
+) -> Result<Means> {
+    let refused = |reason| Err(RuntimeError::BackendMissing { backend: "nccl", reason });
+    match demanded {
+        Some("shared") => return Ok(Means::SharedMemory),
+        Some("nccl") | None => {}
+        Some(other) => return refused(format!("PARITY_WORLD is {other:?}, not nccl or shared")),
+    }
+    const NEEDS: &str = "GPUs, as PARITY_WORLD is nccl";
+    match (demanded, kind) {
+        (None, BackendKind::Cuda) if size <= gpus && library().is_none() => Ok(Means::Nccl),
+        (None, _) => Ok(Means::SharedMemory),
+        (Some(_), BackendKind::Cuda) if size > gpus => Err(RuntimeError::TooLarge {
+            name: "world".into(),
+            needed: size,
+            limit: gpus,
+            of: NEEDS,
+        }),
+        (Some(_), BackendKind::Cuda) => match library() {
+            None => Ok(Means::Nccl),
+            Some(why) => refused(format!("PARITY_WORLD is nccl: {why}")),
+        },
+        (Some(_), kind) => refused(format!("PARITY_WORLD is nccl: the {kind} has no GPUs")),
     }
 }
 
@@ -329,5 +347,29 @@ impl World for Elsewhere {
 
     fn take_part(&self, call: &Call) -> Result<()> {
         self.device.take_part(call)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nccl_is_for_ranks_with_a_gpu_each_and_more_of_them_are_too_many_only_where_it_is_demanded() {
+        let chosen = |demanded, kind, size| chosen(demanded, kind, (size, 2), || None);
+        assert_eq!(chosen(None, BackendKind::Cuda, 2).unwrap(), Means::Nccl);
+        assert_eq!(chosen(None, BackendKind::Cuda, 3).unwrap(), Means::SharedMemory);
+        assert_eq!(chosen(None, BackendKind::Emulator, 2).unwrap(), Means::SharedMemory);
+        assert_eq!(chosen(Some("shared"), BackendKind::Cuda, 2).unwrap(), Means::SharedMemory);
+        let many = chosen(Some("nccl"), BackendKind::Cuda, 3).unwrap_err();
+        assert!(matches!(many, RuntimeError::TooLarge { needed: 3, limit: 2, .. }), "{many}");
+        for (demanded, kind) in [("nccl", BackendKind::Emulator), ("mpi", BackendKind::Cuda)] {
+            let error = chosen(Some(demanded), kind, 2).unwrap_err();
+            assert!(matches!(error, RuntimeError::BackendMissing { .. }), "{error}");
+        }
+        let missing = super::chosen(Some("nccl"), BackendKind::Cuda, (2, 2), || Some("no".into()));
+        assert!(matches!(missing, Err(RuntimeError::BackendMissing { .. })));
+        let missing = super::chosen(None, BackendKind::Cuda, (2, 2), || Some("no".into()));
+        assert_eq!(missing.unwrap(), Means::SharedMemory);
     }
 }
