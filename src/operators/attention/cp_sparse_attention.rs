@@ -345,6 +345,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
                 ..reordered(plain(8, 40, 6, 64, 21))
             },
             CpSparseAttentionCase { sinks: Sinks::Absent, ..plain(2, 12, 6, 64, 70) },
+            atomic(plain(2, 11, 4, 64, 9)),
             atomic(separate(plain(3, 12, 20, 64, 30))),
             CpSparseAttentionCase {
                 values: Values::Prefix,
