@@ -339,7 +339,7 @@ fn run_refuses_an_unknown_operator_and_a_directory_without_kernels() {
 
 #[test]
 fn run_leaves_a_report_and_repeats_its_cases_from_the_seed() {
-    let runs: Vec<_> = [("7", "3"), ("7", "3"), ("8", "3")]
+    let runs: Vec<_> = [("7", "6"), ("7", "6"), ("8", "6")]
         .map(|(seed, cases)| {
             let dir = tempfile::tempdir().unwrap();
             run(

@@ -3,6 +3,7 @@
 //! does not run it.
 
 use std::collections::BTreeSet;
+use std::time::SystemTime;
 
 use dsv4_kernels::cache::compressor::{self, Epilogue};
 use dsv4_kernels::model::tap::{Site, Tap};
@@ -14,10 +15,11 @@ use dsv4_parity::operators::attention::cp_window::CpWindow;
 use dsv4_parity::operators::cache::cp_compressor::CpCompressor;
 use dsv4_parity::operators::indexer::cp_indexer::CpIndexer;
 use dsv4_parity::operators::ranks::Taps;
-use dsv4_parity::record::CaseRecord;
+use dsv4_parity::record::{CaseRecord, Report, SCHEMA_VERSION};
 use dsv4_parity::report::diagnosis::{self, terminal};
+use dsv4_parity::report::html;
 use dsv4_parity::sweep::regressions::Regressions;
-use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions};
+use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions, session};
 use dsv4_runtime::{DType, Device, HostTensor, Result, TensorView, World};
 
 use crate::diagnosis::record_of;
@@ -615,13 +617,47 @@ fn a_sweep_finds_the_attention_that_read_v_from_k_and_was_causal_over_gathered_k
     }
     let (found, _) = failed(&judged::<ValuesOfKeys>(REMAPPED));
     assert!(found.contains("forward out") && !found.contains("forward lse"), "{found:?}");
-    let records = swept::<Founding>();
-    let records: Vec<&CaseRecord> = records.iter().collect();
-    let operator = AnyOperator::of::<CpSparseAttention<Founding>>();
-    let found = diagnosis::diagnose(Some(&operator.describe()), &records).expect("it is found");
+    let report = report(swept::<Founding>());
+    let found = diagnosis::of_report(&report).pop().expect("it is found");
     let said = terminal::headed(std::slice::from_ref(&found));
     println!("{said}");
     assert!(found.failing > 3 && found.failing < found.cases, "{said}");
     // One rank with the values in its keys is right: the condition says so.
     assert!(said.contains("ranks") && said.contains("forward of out"), "{said}");
+    let page = html(&report);
+    // `>` is written in another way there.
+    let sentence = found.sentences[0].split('>').next().unwrap_or_default();
+    assert!(sentence.len() > 20 && page.contains(sentence), "{sentence}");
+    if let Some(file) = std::env::var_os("PARITY_EXAMPLE") {
+        std::fs::write(file, page).expect("written");
+    }
+}
+
+/// The report of a sweep of the founding bug.
+fn report(cases: Vec<CaseRecord>) -> Report {
+    let operator = AnyOperator::of::<CpSparseAttention<Founding>>();
+    let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970");
+    Report {
+        schema_version: SCHEMA_VERSION,
+        command: "PARITY_EXAMPLE=FILE cargo test --test suite a_sweep_finds_the_attention".into(),
+        started_unix: started.as_secs(),
+        seconds: cases.iter().map(|case| case.kernel_seconds + case.oracle_seconds).sum(),
+        revision: session::revision(device()),
+        environment: device().environment().clone(),
+        profile: Profile::Quick.name().into(),
+        seed: 3,
+        schedules: 0,
+        operators: vec![operator.describe()],
+        cases,
+        unsupported: Vec::new(),
+        unfinished: None,
+        benchmarks: Vec::new(),
+        ceilings: None,
+        mutants: Vec::new(),
+        kill_matrix: None,
+        skips: Vec::new(),
+        saved: Vec::new(),
+        base: None,
+        shards: Vec::new(),
+    }
 }
