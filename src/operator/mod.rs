@@ -58,7 +58,7 @@ const SMOKE: Duration = Duration::from_secs(150);
 pub enum Profile {
     /// Typical and saved cases of every operator, then edge cases until 150 seconds are used.
     Smoke,
-    /// A quarter of an hour on two cores for all operators, a minute for most single ones.
+    /// Under half an hour on two cores for all operators, a minute for most single ones.
     Quick,
     /// The profile that a merge waits for.
     Ci,
