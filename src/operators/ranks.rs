@@ -115,9 +115,28 @@ pub(crate) enum Part {
 }
 
 /// A tensor that a rank writes: as that of all tokens, with this many rows.
-pub(crate) fn of_rows(view: &TensorView, rows: usize) -> Part {
+fn of_rows(view: &TensorView, rows: usize) -> Part {
     let shape = [rows].into_iter().chain(view.shape[1..].iter().copied());
     Part::Written(view.dtype, shape.collect())
+}
+
+/// The tensors of a rank, by name.
+pub(crate) type Parts = Vec<(&'static str, Part)>;
+
+/// Those that a rank writes with this many rows, where the case has them.
+pub(crate) fn written(v: &Views, names: &[&'static str], rows: usize) -> Parts {
+    v.only(names).iter().map(|(name, view)| (name, of_rows(view, rows))).collect()
+}
+
+/// Those that each rank writes whole, where the case has them.
+pub(crate) fn written_whole(v: &Views, names: &[&'static str]) -> Parts {
+    let whole = |view: &TensorView| Part::Written(view.dtype, view.shape.clone());
+    v.only(names).iter().map(|(name, view)| (name, whole(view))).collect()
+}
+
+/// Integers that a rank is given.
+pub(crate) fn integers(name: &'static str, numbers: &[i32]) -> (&'static str, Part) {
+    (name, Part::Given(HostTensor::from_i32(&[numbers.len()], numbers)))
 }
 
 /// What a rank did: the paths that ran, forbidden writes, and what it wrote.
@@ -168,6 +187,32 @@ impl<'r, 'd> Ranks<'r, 'd> {
         self.run.device().read(view)
     }
 
+    /// Tensors of the case, each as `part` gives it to a rank. Absent ones are left out.
+    pub fn given(
+        &self,
+        v: &Views,
+        names: &[&'static str],
+        part: impl Fn(HostTensor) -> HostTensor,
+    ) -> Result<Parts, RuntimeError> {
+        let views = v.only(names);
+        views.iter().map(|(name, view)| Ok((name, Part::Given(part(self.read(view)?))))).collect()
+    }
+
+    /// Tensors of the case, of which a rank gets the rows of its tokens.
+    pub fn given_tokens(
+        &self,
+        v: &Views,
+        names: &[&'static str],
+        rank: usize,
+    ) -> Result<Parts, RuntimeError> {
+        self.given(v, names, |tensor| self.tokens(&tensor, rank))
+    }
+
+    /// Tensors of the case, which each rank gets whole.
+    pub fn given_whole(&self, v: &Views, names: &[&'static str]) -> Result<Parts, RuntimeError> {
+        self.given(v, names, |tensor| tensor)
+    }
+
     /// The rows of a rank's tokens, and rows of poison up to the rows of all ranks.
     pub fn padded(&self, tensor: &HostTensor, rank: usize) -> HostTensor {
         self.padded_by(&self.shards, tensor, rank)
@@ -196,7 +241,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
     /// `workspace` bytes, which may depend on the rank. Returns what they wrote.
     pub fn launch<T: Taps>(
         &mut self,
-        parts: impl Fn(&Self, usize) -> Result<Vec<(&'static str, Part)>, RuntimeError>,
+        parts: impl Fn(&Self, usize) -> Result<Parts, RuntimeError>,
         workspace: &Workspace<'_>,
         launch: &Launch<'_>,
     ) -> Result<Written, RuntimeError> {

@@ -466,7 +466,7 @@ impl Ran {
         let checks = CheckOptions {
             sequence: checks.sequence && (cheap || number.is_multiple_of(3)),
             batches: checks.batches && (cheap || number % 3 == 1),
-            laws: if cheap { checks.laws } else { Laws::InTurn(number) },
+            laws: if cheap { checks.laws } else { checks.laws.in_turn(number) },
             ..checks
         };
         let record = run_case(case, origin, runner, checks);

@@ -47,6 +47,11 @@ impl Laws {
     /// After this many cases each law has been checked.
     pub const TURNS: u64 = 3;
 
+    /// These in turn, by the number of a case.
+    pub fn in_turn(self, number: u64) -> Self {
+        if self == Self::All { Self::InTurn(number) } else { self }
+    }
+
     /// Whether the law at this place among those of the case is checked.
     fn take(self, place: u64) -> bool {
         match self {

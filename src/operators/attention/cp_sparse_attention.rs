@@ -7,13 +7,13 @@ use dsv4_kernels::parallel::attention as launcher;
 
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
-use crate::operators::attention::of_ranks::{Parallel, Parts};
+use crate::operators::attention::of_ranks::Parallel;
 use crate::operators::attention::sinks::Sinks;
 use crate::operators::attention::sparse_attention::{
     self, KeyGradients, SparseAttention, SparseAttentionCase, Values,
 };
 use crate::operators::lists::{IndexClass, Lengths};
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps};
+use crate::operators::ranks::{self, Division, NoTaps, Partition, Parts, Ranks, Taps, integers};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpSparseAttention<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -204,18 +204,10 @@ fn workspace(c: &CpSparseAttentionCase, v: &Views) -> Result<usize, RuntimeError
 
 /// The tensors that a rank reads in both directions.
 fn given(ranks: &Ranks<'_, '_>, v: &Views, rank: usize) -> Result<Parts, RuntimeError> {
-    let mut parts = Vec::new();
-    for (name, view) in v.only(&["q", "indices", "topk_length"]).iter() {
-        parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-    }
-    for (name, view) in v.only(&["k", "v"]).iter() {
-        parts.push((name, Part::Given(ranks.padded(&ranks.read(view)?, rank))));
-    }
-    if let Some(sink) = v.get("sink") {
-        parts.push(("sink", Part::Given(ranks.read(sink)?)));
-    }
-    let positions = ranks.shards().positions(rank);
-    parts.push(("positions", Part::Given(HostTensor::from_i32(&[positions.len()], &positions))));
+    let mut parts = ranks.given_tokens(v, &["q", "indices", "topk_length"], rank)?;
+    parts.extend(ranks.given(v, &["k", "v"], |keys| ranks.padded(&keys, rank))?);
+    parts.extend(ranks.given_whole(v, &["sink"])?);
+    parts.push(integers("positions", &ranks.shards().positions(rank)));
     Ok(parts)
 }
 

@@ -8,13 +8,13 @@ use dsv4_kernels::parallel::{Halos, window as launcher};
 
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
-use crate::operators::attention::of_ranks::{Parallel, Parts};
+use crate::operators::attention::of_ranks::Parallel;
 use crate::operators::attention::sinks::Sinks;
 use crate::operators::attention::sparse_attention::{
     KeyGradients, SparseAttention, SparseAttentionCase,
 };
 use crate::operators::lists::IndexClass;
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps};
+use crate::operators::ranks::{self, Division, NoTaps, Partition, Parts, Ranks, Taps};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpWindow<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -129,13 +129,8 @@ impl CpWindowCase {
 
 /// The tensors that a rank reads in both directions.
 fn given(ranks: &Ranks<'_, '_>, v: &Views, rank: usize) -> Result<Parts, RuntimeError> {
-    let mut parts = Vec::new();
-    for (name, view) in v.only(&["q", "k"]).iter() {
-        parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-    }
-    if let Some(sink) = v.get("sink") {
-        parts.push(("sink", Part::Given(ranks.read(sink)?)));
-    }
+    let mut parts = ranks.given_tokens(v, &["q", "k"], rank)?;
+    parts.extend(ranks.given_whole(v, &["sink"])?);
     Ok(parts)
 }
 

@@ -2,10 +2,7 @@
 
 use dsv4_runtime::{RuntimeError, Views};
 
-use crate::operators::ranks::{Launch, Part, Ranks, Taps, Workspace, of_rows};
-
-/// The tensors of a rank, by name.
-pub(super) type Parts = Vec<(&'static str, Part)>;
+use crate::operators::ranks::{Launch, Parts, Ranks, Taps, Workspace, written, written_whole};
 
 /// How the ranks of an operator run in one direction.
 pub(super) struct Parallel<'p> {
@@ -26,10 +23,9 @@ impl Parallel<'_> {
     ) -> Result<(), RuntimeError> {
         const OUTPUTS: [&str; 3] = ["out", "lse", "max_logits"];
         let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let tokens = ranks.shards().tokens(rank).len();
-            let written = v.only(&OUTPUTS);
-            let written = written.iter().map(|(name, view)| (name, of_rows(view, tokens)));
-            Ok((self.given)(ranks, rank)?.into_iter().chain(written).collect())
+            let mut parts = (self.given)(ranks, rank)?;
+            parts.extend(written(v, &OUTPUTS, ranks.shards().tokens(rank).len()));
+            Ok(parts)
         };
         let written = ranks.launch::<T>(parts, self.workspace, self.launch)?;
         OUTPUTS.into_iter().try_for_each(|name| ranks.unite(&written, name, &v[name]))
@@ -45,17 +41,10 @@ impl Parallel<'_> {
     ) -> Result<(), RuntimeError> {
         let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
             let mut parts = (self.given)(ranks, rank)?;
-            for (name, view) in v.only(&["out", "lse", "dout", "dlse"]).iter() {
-                parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-            }
-            for (name, view) in v.only(&["dq", "dk", "dv", "dsink"]).iter() {
-                let part = match name {
-                    "dq" => of_rows(view, ranks.shards().tokens(rank).len()),
-                    "dsink" => Part::Written(view.dtype, view.shape.clone()),
-                    _ => of_rows(view, rows_of_keys(ranks, rank)),
-                };
-                parts.push((name, part));
-            }
+            parts.extend(ranks.given_tokens(v, &["out", "lse", "dout", "dlse"], rank)?);
+            parts.extend(written(v, &["dq"], ranks.shards().tokens(rank).len()));
+            parts.extend(written(v, &["dk", "dv"], rows_of_keys(ranks, rank)));
+            parts.extend(written_whole(v, &["dsink"]));
             Ok(parts)
         };
         let written = ranks.launch::<T>(parts, self.workspace, self.launch)?;

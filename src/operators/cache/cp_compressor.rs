@@ -9,7 +9,9 @@ use dsv4_kernels::parallel::{Groups, compressor as launcher};
 
 use crate::operator::prelude::*;
 use crate::operators::cache::compressor::{Compressor, CompressorCase, Packing};
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps, of_rows};
+use crate::operators::ranks::{
+    self, Division, NoTaps, Partition, Parts, Ranks, Taps, written, written_whole,
+};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpCompressor<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -119,17 +121,10 @@ impl CpCompressorCase {
     }
 }
 
-type Parts = Vec<(&'static str, Part)>;
-
 /// The tensors that a rank reads in both directions.
 fn given(ranks: &Ranks<'_, '_>, v: &Views, rank: usize) -> Result<Parts, RuntimeError> {
-    let mut parts = Vec::new();
-    for (name, view) in v.only(&["kv", "gate"]).iter() {
-        parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-    }
-    for (name, view) in v.only(&["ape", "norm_weight", "cos", "sin"]).iter() {
-        parts.push((name, Part::Given(ranks.read(view)?)));
-    }
+    let mut parts = ranks.given_tokens(v, &["kv", "gate"], rank)?;
+    parts.extend(ranks.given_whole(v, &["ape", "norm_weight", "cos", "sin"])?);
     Ok(parts)
 }
 
@@ -141,15 +136,10 @@ fn of_backward(
     rank: usize,
 ) -> Result<Parts, RuntimeError> {
     let mut parts = given(ranks, v, rank)?;
-    for (name, view) in v.only(&["pooled", "dentries"]).iter() {
-        parts.push((name, Part::Given(ranks.rows(&ranks.read(view)?, groups.entries(rank)))));
-    }
-    for (name, view) in v.only(&["dkv", "dgate"]).iter() {
-        parts.push((name, of_rows(view, ranks.shards().tokens(rank).len())));
-    }
-    for (name, view) in v.only(&["dape", "dnorm_weight"]).iter() {
-        parts.push((name, Part::Written(view.dtype, view.shape.clone())));
-    }
+    let entries = |all: HostTensor| ranks.rows(&all, groups.entries(rank));
+    parts.extend(ranks.given(v, &["pooled", "dentries"], entries)?);
+    parts.extend(written(v, &["dkv", "dgate"], ranks.shards().tokens(rank).len()));
+    parts.extend(written_whole(v, &["dape", "dnorm_weight"]));
     Ok(parts)
 }
 
@@ -321,10 +311,9 @@ impl<T: Taps> Operator for CpCompressor<T> {
         let mut ranks = Ranks::of(c.division(), run)?;
         let groups = c.groups(&ranks)?;
         let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
-            let written = v.only(&OUTPUTS);
-            let rows = groups.entries(rank).len();
-            let written = written.iter().map(|(name, view)| (name, of_rows(view, rows)));
-            Ok(given(ranks, v, rank)?.into_iter().chain(written).collect())
+            let mut parts = given(ranks, v, rank)?;
+            parts.extend(written(v, &OUTPUTS, groups.entries(rank).len()));
+            Ok(parts)
         };
         let written = ranks.launch::<T>(
             parts,

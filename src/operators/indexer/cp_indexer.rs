@@ -20,7 +20,9 @@ use crate::operators::indexer::indexer_distillation::{
     self as step, IndexerDistillation, IndexerDistillationCase,
 };
 use crate::operators::indexer::ranking::RankedKeys;
-use crate::operators::ranks::{self, Division, NoTaps, Part, Partition, Ranks, Taps, of_rows};
+use crate::operators::ranks::{
+    self, Division, NoTaps, Partition, Parts, Ranks, Taps, integers, written, written_whole,
+};
 
 /// The operator. The registry's entry has no taps, and no case can select any.
 pub struct CpIndexer<T: Taps = NoTaps>(PhantomData<fn() -> T>);
@@ -136,8 +138,6 @@ impl CpIndexerCase {
     }
 }
 
-type Parts = Vec<(&'static str, Part)>;
-
 /// The tensors that each rank is given: of its tokens, and of its keys.
 fn given(
     ranks: &Ranks<'_, '_>,
@@ -146,22 +146,10 @@ fn given(
     [of_tokens, of_keys]: [&[&'static str]; 2],
     rank: usize,
 ) -> Result<Parts, RuntimeError> {
-    let mut parts = Vec::new();
-    for (name, view) in v.only(of_tokens).iter() {
-        parts.push((name, Part::Given(ranks.tokens(&ranks.read(view)?, rank))));
-    }
-    for (name, view) in v.only(of_keys).iter() {
-        parts.push((name, Part::Given(ranks.padded_by(key_shards, &ranks.read(view)?, rank))));
-    }
-    let positions = key_shards.positions(rank);
-    parts.push(("positions", Part::Given(HostTensor::from_i32(&[positions.len()], &positions))));
+    let mut parts = ranks.given_tokens(v, of_tokens, rank)?;
+    parts.extend(ranks.given(v, of_keys, |keys| ranks.padded_by(key_shards, &keys, rank))?);
+    parts.push(integers("positions", &key_shards.positions(rank)));
     Ok(parts)
-}
-
-/// What each rank writes of its tokens.
-fn written(ranks: &Ranks<'_, '_>, v: &Views, names: &[&'static str], rank: usize) -> Parts {
-    let tokens = ranks.shards().tokens(rank).len();
-    v.only(names).iter().map(|(name, view)| (name, of_rows(view, tokens))).collect()
 }
 
 /// The keys that each token of a rank scores.
@@ -176,8 +164,7 @@ fn scored(
     let q_off = q_off.map(|offsets| offsets.to_i32());
     let sequences = Sequences { cu_q: &cu_q, cu_k: &cu_k, q_off: q_off.as_deref() };
     let ranges = ranges::ranges(ranks.shards().tokens(rank), sequences, c.keys().ratio)?;
-    let part = |numbers: Vec<i32>| Part::Given(HostTensor::from_i32(&[numbers.len()], &numbers));
-    Ok(["ks", "ke"].into_iter().zip(ranges.map(part)).collect())
+    Ok(["ks", "ke"].into_iter().zip(&ranges).map(|(name, all)| integers(name, all)).collect())
 }
 
 /// Rows of tokens that the forward writes, and the backward.
@@ -334,8 +321,8 @@ impl<T: Taps> Operator for CpIndexer<T> {
         let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
             let mut parts = given(ranks, &key_shards, v, names, rank)?;
             parts.extend(scored(c, ranks, v, rank)?);
-            parts.extend(written(ranks, v, &OUTPUTS, rank));
-            parts.push(("loss", Part::Written(DType::F32, vec![1])));
+            parts.extend(written(v, &OUTPUTS, ranks.shards().tokens(rank).len()));
+            parts.extend(written_whole(v, &["loss"]));
             Ok(parts)
         };
         let written = ranks.launch::<T>(
@@ -357,9 +344,9 @@ impl<T: Taps> Operator for CpIndexer<T> {
         let saved = ["index_q", "index_w", "indices", "values", "target", "idx_lse"];
         let parts = |ranks: &Ranks<'_, '_>, rank: usize| {
             let mut parts = given(ranks, &key_shards, v, [&saved, &["index_k"]], rank)?;
-            parts.push(("grad_loss", Part::Given(ranks.read(&v["grad_loss"])?)));
-            parts.extend(written(ranks, v, &GRADIENTS, rank));
-            parts.push(("dindex_k", of_rows(&v["dindex_k"], key_shards.rows())));
+            parts.extend(ranks.given_whole(v, &["grad_loss"])?);
+            parts.extend(written(v, &GRADIENTS, ranks.shards().tokens(rank).len()));
+            parts.extend(written(v, &["dindex_k"], key_shards.rows()));
             Ok(parts)
         };
         let written = ranks.launch::<T>(
