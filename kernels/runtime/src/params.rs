@@ -128,6 +128,24 @@ impl Params {
         Ok(self.field(name, fitting.to_ne_bytes()))
     }
 
+    /// An array of `N` `int32_t`: the numbers, then zeros.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Argument`] with the name if there are more numbers than `N`.
+    pub fn i32s<const N: usize>(mut self, name: &'static str, numbers: &[i32]) -> Result<Self> {
+        if numbers.len() > N {
+            let reason = format!("{} numbers are more than {N}", numbers.len());
+            return Err(RuntimeError::argument(self.operator, name, reason));
+        }
+        let offset = self.bytes.len().next_multiple_of(4);
+        self.bytes.resize(offset, 0);
+        self.bytes.extend(numbers.iter().flat_map(|number| number.to_ne_bytes()));
+        self.bytes.resize(offset + 4 * N, 0);
+        self.alignment = self.alignment.max(4);
+        self.fields.push(Field { name: name.into(), offset, size: 4 * N });
+        Ok(self)
+    }
+
     /// An `int32_t` that is 0 or 1.
     pub fn flag(self, name: &str, value: bool) -> Self {
         self.field(name, i32::from(value).to_ne_bytes())

@@ -12,12 +12,12 @@
 //!
 //! Lists name keys by position. Either gathered rows are brought into the order of positions
 //! ([`Keys::Reordered`]), or lists are mapped to gathered rows ([`Keys::Remapped`]): one of the two,
-//! once. Lists alone decide what a query sees.
+//! once. Lists alone decide what a query sees. Positions and lists stay on the device: a key whose
+//! position no rank has is in no list, and of two rows with one position the lower counts.
 
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use super::collectives::Rank;
-use super::partition::PADDING;
 use super::steps::{Slots, in_workspace};
 use crate::arguments::{Argument, Arguments, FLOATS, Parts, read, saved, scratch, write};
 use crate::attention::sparse_attention;
@@ -79,6 +79,7 @@ impl Extents {
 /// Parts of the scratch memory, as byte offsets.
 struct Workspace {
     positions: usize,
+    slots: usize,
     k: usize,
     v: usize,
     ordered_k: usize,
@@ -102,6 +103,7 @@ impl Workspace {
         let mut parts = Parts::default();
         Self {
             positions: parts.words(&[gathered]),
+            slots: parts.words(&[num_keys]),
             k: parts.words(&[gathered, head_dim / 2]),
             v: parts.words(&[gathered, v_dim / 2]),
             ordered_k: parts.words(&[reordered, num_keys, head_dim / 2]),
@@ -199,7 +201,8 @@ pub fn workspace_bytes(views: &Views, options: &Options, ranks: usize) -> Result
 /// - `k` `[rows, head_dim]` bf16: this rank's keys, the queries' own rows first, then padding, so
 ///   that all ranks have as many;
 /// - `v` `[rows, v_dim]` bf16; absent where the values are the first columns of the keys;
-/// - `positions` `[rows]` i32: where each key is among all; -1 for padding;
+/// - `positions` `[rows]` i32: where each key is among all, -1 for padding, as
+///   [`Shards::positions`](super::Shards::positions) has them: each position on one rank;
 /// - `sink` `[num_heads]` f32, the same on all ranks; absent without sinks;
 /// - `indices` `[num_tokens, topk]` i32: positions of keys. Others are no slots;
 /// - `topk_length` `[num_tokens]` i32; absent where it is `topk` everywhere;
@@ -208,8 +211,7 @@ pub fn workspace_bytes(views: &Views, options: &Options, ranks: usize) -> Result
 /// - `workspace`: at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
-/// A rejected argument, a device that is no rank, positions of all ranks that are no permutation of
-/// the keys; errors of the kernels and of the world.
+/// A rejected argument, a device that is no rank; errors of the kernels and of the world.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -293,8 +295,11 @@ impl<'a> Parallel<'a> {
     fn gather(&self, rank: &mut Rank<'_>) -> Result<Slots> {
         let Extents { head_dim, v_dim, num_keys, .. } = self.extents;
         let (rows, parts) = (self.extents.gathered(), &self.workspace);
-        let positions = self.scratch("positions", parts.positions, DType::I32, &[rows]);
-        let slots = rank.slots(&self.views["positions"], &positions, num_keys)?;
+        let slots = Slots {
+            positions: self.scratch("positions", parts.positions, DType::I32, &[rows]),
+            slots: self.scratch("slots", parts.slots, DType::I32, &[num_keys]),
+        };
+        rank.gather_slots(&self.views["positions"], &slots)?;
         let k = self.scratch("k", parts.k, DType::Bf16, &[rows, head_dim]);
         rank.all_gather("k", &self.views["k"], &k)?;
         if let Some(v) = self.views.get("v") {
@@ -321,18 +326,12 @@ impl<'a> Parallel<'a> {
                 continue;
             }
             let ordered = self.scratch(name, ordered, DType::Bf16, &[num_keys, width]);
-            rank.copy_rows(&gathered, &ordered, &slots.slots)?;
+            rank.copy_rows(&gathered, &ordered, Some(&slots.slots))?;
             views.put(name, ordered);
         }
         if keys == Keys::Remapped {
             let mapped = self.scratch("indices", parts.indices, DType::I32, &[num_tokens, topk]);
-            let lists = rank.numbers(&self.views["indices"])?;
-            let slot = |index: i32| {
-                usize::try_from(index).ok().and_then(|index| slots.slots.get(index).copied())
-            };
-            let lists: Vec<i32> =
-                lists.into_iter().map(|index| slot(index).unwrap_or(PADDING)).collect();
-            rank.write(&mapped, &lists)?;
+            rank.map_lists(&self.views["indices"], &slots.slots, &mapped)?;
             views.put("indices", mapped);
         }
         Ok(views)

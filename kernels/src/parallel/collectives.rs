@@ -1,15 +1,16 @@
-//! Collectives of a launcher, each seen by a tap, and rows copied to where they belong.
+//! Collectives of a launcher, each seen by a tap.
 
 use std::panic::Location;
 
 use dsv4_runtime::world::{Call, Collective};
 use dsv4_runtime::{Device, Result, RuntimeError, TensorView, Views, World};
 
-use super::partition::runs;
 use crate::model::tap::{Site, Tap};
 
 /// A rank that launches, and who sees it.
 pub(super) struct Rank<'a> {
+    /// The operator that it launches, as errors name it.
+    pub operator: &'static str,
     pub device: &'a Device,
     pub world: &'a (dyn World + 'static),
     pub tap: &'a mut dyn Tap,
@@ -22,7 +23,7 @@ impl<'a> Rank<'a> {
     /// A device that is alone.
     pub fn of(operator: &'static str, device: &'a Device, tap: &'a mut dyn Tap) -> Result<Self> {
         let alone = || RuntimeError::argument(operator, "device", "it is no rank of a world");
-        Ok(Self { device, world: device.world().ok_or_else(alone)?, tap })
+        Ok(Self { operator, device, world: device.world().ok_or_else(alone)?, tap })
     }
 
     /// Runs `launch`, seen as a launch of `operator`.
@@ -110,44 +111,6 @@ impl<'a> Rank<'a> {
             at(place, world, &|world| world.exchange(sends, receives))
         })?;
         Ok(())
-    }
-
-    /// Copies rows: row `i` of `target` is row `map[i]` of `source`, where that is not padding. Both
-    /// are dense along their rows.
-    pub fn copy_rows(&self, source: &TensorView, target: &TensorView, map: &[i32]) -> Result<()> {
-        let bytes = |view: &TensorView| view.strides[0] as usize * view.dtype.size();
-        let width = source.shape[1..].iter().product::<usize>() * source.dtype.size();
-        let joined = bytes(source) == width && bytes(target) == width;
-        for [row, from, count] in runs(map) {
-            let pieces = if joined { 1 } else { count };
-            for piece in 0..pieces {
-                let to = target.address + ((row + piece) * bytes(target)) as u64;
-                let from = source.address + ((from + piece) * bytes(source)) as u64;
-                self.device.backend().copy(to, from, width * count / pieces)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Copies all rows of a tensor to another one.
-    pub fn copy_all_rows(&self, source: &TensorView, target: &TensorView) -> Result<()> {
-        let rows: Vec<i32> = (0..source.shape[0] as i32).collect();
-        self.copy_rows(source, target, &rows)
-    }
-
-    /// The numbers of a dense tensor, on the host.
-    pub fn numbers(&self, view: &TensorView) -> Result<Vec<i32>> {
-        let mut bytes = vec![0; 4 * view.elements()];
-        if !bytes.is_empty() {
-            self.device.backend().download(view.address, &mut bytes)?;
-        }
-        Ok(bytes.as_chunks::<4>().0.iter().map(|&bytes| i32::from_ne_bytes(bytes)).collect())
-    }
-
-    /// Writes numbers to a dense tensor.
-    pub fn write(&self, view: &TensorView, numbers: &[i32]) -> Result<()> {
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
-        if bytes.is_empty() { Ok(()) } else { self.device.backend().upload(view.address, &bytes) }
     }
 }
 

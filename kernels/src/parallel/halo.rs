@@ -90,9 +90,14 @@ impl Halos {
         self.halos[rank].clone()
     }
 
-    /// The first token of a token's sequence.
-    pub fn start_of(&self, token: usize) -> usize {
-        self.sequences[token].start
+    /// Where the sequences of a rank's tokens start, counted from the first token of its halo,
+    /// ascending: 0 for one that starts before it.
+    pub(super) fn starts(&self, rank: usize) -> Vec<i32> {
+        let first = self.halos[rank].start;
+        let starts = self.own[rank].clone().map(|token| self.sequences[token].start);
+        let mut starts: Vec<i32> = starts.map(|start| start.saturating_sub(first) as i32).collect();
+        starts.dedup();
+        starts
     }
 
     /// The ranks that have a rank's halo, ascending, and which tokens of it.
@@ -142,6 +147,10 @@ mod tests {
         let packed = halos(3, &[3, 9], 3);
         assert_eq!([packed.halo(1), packed.halo(2)], [3..4, 5..8]);
         assert_eq!(halos(2, &[6, 6], 5).halo(1), 6..6);
+        assert_eq!((one.starts(0), one.starts(2)), (vec![0], vec![0]));
+        // Rank 1 has a sequence's last tokens, and a whole one after an empty one.
+        let several = halos(2, &[7, 0, 3, 2], 3);
+        assert_eq!((several.starts(0), several.starts(1)), (vec![0], vec![0, 4, 7]));
     }
 
     #[test]

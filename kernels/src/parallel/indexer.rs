@@ -15,6 +15,7 @@
 //! ```
 //!
 //! Causality is in `ks` and `ke`, which [`ranges`](super::ranges::ranges) makes of global positions.
+//! Both are held to the keys, as all kernels here do: positions and ranges stay on the device.
 //! Gradients of queries and of their weights are a rank's own: they have no reduction.
 
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
@@ -131,11 +132,13 @@ impl Extents {
 /// Parts of the scratch memory, as byte offsets.
 struct Workspace {
     positions: usize,
+    slots: usize,
     /// Rows as they were gathered, of one tensor at a time.
     gathered: usize,
     index_k: usize,
     k: usize,
-    lengths: usize,
+    /// `[2, num_tokens]` i32: the first key of each token, and how many it scores.
+    ranges: usize,
     /// `[num_keys, 128]` f32: dindex_k of all keys, then by gathered row.
     dk: usize,
     slotted: usize,
@@ -150,10 +153,11 @@ impl Workspace {
         let mut parts = Parts::default();
         Self {
             positions: parts.words(&[gathered]),
+            slots: parts.words(&[num_keys]),
             gathered: parts.words(&[gathered, HEAD_DIM.max(head_dim) / 2]),
             index_k: parts.words(&[num_keys, HEAD_DIM / 2]),
             k: parts.words(&[num_keys, head_dim / 2]),
-            lengths: parts.words(&[num_tokens]),
+            ranges: parts.words(&[2, num_tokens]),
             dk: parts.words(&[backward, num_keys, HEAD_DIM]),
             slotted: parts.words(&[backward, gathered, HEAD_DIM]),
             gradients: parts.words(&[gradients.div_ceil(4)]),
@@ -262,7 +266,8 @@ pub fn workspace_bytes(views: &Views, options: &Options, ranks: usize) -> Result
 ///   the indexer's queries of this rank and the weights of its heads; 0 tokens are allowed;
 /// - `index_k` `[rows, 128]` bf16: the indexer's keys of this rank, then padding, so that all ranks
 ///   have as many;
-/// - `positions` `[rows]` i32: where each key is among all; -1 for padding;
+/// - `positions` `[rows]` i32: where each key is among all, -1 for padding, as
+///   [`Shards::positions`](super::Shards::positions) has them: each position on one rank;
 /// - `q` `[num_tokens, num_heads, head_dim]`, `k` `[rows, head_dim]` bf16, `lse` `[num_tokens,
 ///   num_heads]` f32: the attention's, of the same tokens and keys;
 /// - `ks`, `ke` `[num_tokens]` i32: the keys that each token scores, by position, as
@@ -275,8 +280,7 @@ pub fn workspace_bytes(views: &Views, options: &Options, ranks: usize) -> Result
 /// - `workspace`: at least [`workspace_bytes`] bytes, 16-byte aligned.
 ///
 /// # Errors
-/// A rejected argument, a device that is no rank, positions of all ranks that are no permutation of
-/// the keys; errors of the kernels and of the world.
+/// A rejected argument, a device that is no rank; errors of the kernels and of the world.
 pub fn forward(
     device: &Device,
     views: &Views,
@@ -353,9 +357,13 @@ impl<'a> Parallel<'a> {
 
     fn slots(&self, rank: &mut Rank<'_>) -> Result<Slots> {
         let Extents { num_keys, .. } = self.extents;
-        let shape = [self.extents.gathered()];
-        let all = self.scratch("positions", self.workspace.positions, DType::I32, &shape);
-        rank.slots(&self.views["positions"], &all, num_keys)
+        let (rows, parts) = (self.extents.gathered(), &self.workspace);
+        let slots = Slots {
+            positions: self.scratch("positions", parts.positions, DType::I32, &[rows]),
+            slots: self.scratch("slots", parts.slots, DType::I32, &[num_keys]),
+        };
+        rank.gather_slots(&self.views["positions"], &slots)?;
+        Ok(slots)
     }
 
     /// Keys of all ranks, in the order of positions.
@@ -371,7 +379,7 @@ impl<'a> Parallel<'a> {
         let gathered = self.scratch(name, self.workspace.gathered, DType::Bf16, &shape);
         rank.all_gather(name, own, &gathered)?;
         let ordered = self.scratch(name, offset, DType::Bf16, &[self.extents.num_keys, width]);
-        rank.copy_rows(&gathered, &ordered, &slots.slots)?;
+        rank.copy_rows(&gathered, &ordered, Some(&slots.slots))?;
         Ok(ordered)
     }
 
@@ -382,11 +390,9 @@ impl<'a> Parallel<'a> {
         let logits = rank.launch("indexer_logits", "forward", &scored, |device| {
             indexer_logits::forward(device, &scored, &self.options.of_logits())
         })?;
-        let lengths = [self.extents.num_tokens];
-        let lengths = self.scratch("lengths", self.workspace.lengths, DType::I32, &lengths);
-        rank.write(&lengths, &self.lengths(rank)?)?;
-        let listed = self.views.only(&["logits", "ks", "indices", "values"]);
-        let listed = listed.renamed(&[("logits", "scores"), ("ks", "offsets")]);
+        let [offsets, lengths] = self.ranges(rank)?;
+        let listed = self.views.only(&["logits", "indices", "values"]);
+        let listed = listed.renamed(&[("logits", "scores")]).with("offsets", &offsets);
         let listed = listed.with("lengths", &lengths);
         // Without pages no size of them counts.
         let topk =
@@ -394,17 +400,23 @@ impl<'a> Parallel<'a> {
         Ok(logits.into_iter().chain(topk.map(String::from)).collect())
     }
 
-    /// How many keys each token scores.
-    fn lengths(&self, rank: &Rank<'_>) -> Result<Vec<i32>> {
-        let (ks, ke) = (rank.numbers(&self.views["ks"])?, rank.numbers(&self.views["ke"])?);
-        let num_keys = self.extents.num_keys as i32;
-        for (token, (&ks, &ke)) in ks.iter().zip(&ke).enumerate() {
-            if rank.device.backend().runs() && !(0 <= ks && ks <= ke && ke <= num_keys) {
-                let reason = format!("token {token} scores keys {ks} to {ke} of {num_keys}");
-                return CHECK.refuse("ke", reason);
-            }
-        }
-        Ok(ks.iter().zip(&ke).map(|(ks, ke)| ke.wrapping_sub(*ks)).collect())
+    /// The first key of each token, and how many it scores.
+    fn ranges(&self, rank: &Rank<'_>) -> Result<[TensorView; 2]> {
+        let Extents { num_tokens, num_keys, .. } = self.extents;
+        let shape = [2, num_tokens];
+        let both = self.scratch("ranges", self.workspace.ranges, DType::I32, &shape);
+        let of = |at: usize, name: &str| {
+            TensorView::dense(
+                name,
+                both.address + (4 * at * num_tokens) as u64,
+                DType::I32,
+                &[num_tokens],
+            )
+        };
+        let ranges = [of(0, "offsets"), of(1, "lengths")];
+        let [offsets, lengths] = &ranges;
+        rank.ranges([&self.views["ks"], &self.views["ke"]], [offsets, lengths], num_keys)?;
+        Ok(ranges)
     }
 
     /// The target, and the divergence from it, of the own rows.

@@ -12,6 +12,7 @@ pub mod halo;
 pub mod indexer;
 pub mod partition;
 pub mod ranges;
+mod rows;
 mod steps;
 pub mod window;
 
@@ -19,3 +20,4 @@ pub use attention::Keys;
 pub use groups::Groups;
 pub use halo::Halos;
 pub use partition::{Partition, Shards};
+pub use rows::modules;

@@ -113,22 +113,6 @@ pub fn slots(positions: &[i32], num_keys: usize) -> Result<Vec<i32>> {
     }
 }
 
-/// Runs of rows that are consecutive in two orders: the first row of each, and how many. `map` has
-/// the other order's row of each row; rows of [`PADDING`] are in no run.
-pub(super) fn runs(map: &[i32]) -> Vec<[usize; 3]> {
-    let mut runs: Vec<[usize; 3]> = Vec::new();
-    for (row, &other) in map.iter().enumerate().filter(|(_, other)| **other >= 0) {
-        let other = other as usize;
-        match runs.last_mut() {
-            Some([first, from, count]) if *first + *count == row && *from + *count == other => {
-                *count += 1;
-            }
-            _ => runs.push([row, other, 1]),
-        }
-    }
-    runs
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,11 +170,5 @@ mod tests {
         assert!(error(&[0, -2, 1], 2).contains("row 1 has position -2"));
         assert!(error(&[0, PADDING, 2], 3).contains("no row has position 1"));
         assert_eq!(slots(&[1, PADDING, 0], 2).unwrap(), [2, 0]);
-    }
-
-    #[test]
-    fn runs_are_as_long_as_both_orders_are_consecutive() {
-        assert_eq!(runs(&[4, 5, -1, 6, 0, 1]), [[0, 4, 2], [3, 6, 1], [4, 0, 2]]);
-        assert_eq!(runs(&[]), [[0; 3]; 0]);
     }
 }

@@ -4,7 +4,6 @@
 use dsv4_runtime::{DType, Result, TensorView, Views};
 
 use super::collectives::Rank;
-use super::partition::{PADDING, slots};
 use crate::attention::sparse_attention::{self, Options};
 
 /// A part of a call's workspace, `offset` bytes after its start.
@@ -18,37 +17,26 @@ pub(super) fn in_workspace(
     TensorView::dense(name, views["workspace"].address + offset as u64, dtype, shape)
 }
 
-/// Gathered rows and positions.
+/// Gathered positions, and the gathered row of each position.
 pub(super) struct Slots {
-    /// The position of each gathered row.
-    pub positions: Vec<i32>,
-    /// The gathered row of each position.
-    pub slots: Vec<i32>,
+    /// `[rows of all ranks]` i32: the position of each gathered row.
+    pub positions: TensorView,
+    /// `[num_keys]` i32: the gathered row of each position.
+    pub slots: TensorView,
 }
 
 impl Rank<'_> {
-    /// Gathers the positions of all ranks' keys, of which there are `num_keys`.
-    ///
-    /// # Errors
-    /// Positions that are no permutation of the keys.
+    /// Gathers the positions of all ranks' keys to `all.positions`, and writes `all.slots`.
     #[track_caller]
-    pub fn slots(&mut self, own: &TensorView, all: &TensorView, num_keys: usize) -> Result<Slots> {
-        self.all_gather("positions", own, all)?;
-        let positions = self.numbers(all)?;
-        // On a device that only records, nothing was gathered.
-        let slots = match self.device.backend().runs() {
-            true => slots(&positions, num_keys)?,
-            false => vec![PADDING; num_keys],
-        };
-        Ok(Slots { positions, slots })
+    pub fn gather_slots(&mut self, own: &TensorView, all: &Slots) -> Result<()> {
+        self.all_gather("positions", own, &all.positions)?;
+        self.slots_of(&all.positions, &all.slots)
     }
 
     /// Brings rows in the order of positions to `slotted`, that of gathered rows. Rows of padding,
     /// which are no sum, become 0.
     pub fn by_slot(&self, rows: &TensorView, slotted: &TensorView, slots: &Slots) -> Result<()> {
-        let bytes = slotted.elements() * slotted.dtype.size();
-        self.device.backend().fill(slotted.address, 0, bytes)?;
-        self.copy_rows(rows, slotted, &slots.positions)
+        self.copy_rows(rows, slotted, Some(&slots.positions))
     }
 
     /// The attention over the keys and lists of `attended`. It writes the outputs of `views`.

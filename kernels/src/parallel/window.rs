@@ -41,13 +41,16 @@ struct Extents {
     halo: usize,
     /// Rows of gradients that come back.
     incoming: usize,
+    /// Sequences that have own tokens.
+    sequences: usize,
     window: usize,
 }
 
 impl Extents {
     fn new(num_tokens: usize, head_dim: usize, window: usize, halos: &Halos, rank: usize) -> Self {
         let incoming = halos.sends(rank).iter().map(|(_, part)| part.len()).sum();
-        Self { num_tokens, head_dim, halo: halos.halo(rank).len(), incoming, window }
+        let (halo, sequences) = (halos.halo(rank).len(), halos.starts(rank).len());
+        Self { num_tokens, head_dim, halo, incoming, sequences, window }
     }
 
     /// Rows that the attention sees: the halo, then the own ones.
@@ -60,6 +63,8 @@ impl Extents {
 struct Workspace {
     k: usize,
     indices: usize,
+    /// The row of the first key of each sequence that has own tokens.
+    starts: usize,
     dk: usize,
     incoming: usize,
     /// The own row of each incoming one.
@@ -76,6 +81,7 @@ impl Workspace {
         Self {
             k: parts.words(&[extents.rows(), head_dim / 2]),
             indices: parts.words(&[num_tokens, window]),
+            starts: parts.words(&[extents.sequences]),
             dk: parts.words(&[extents.rows(), head_dim]),
             incoming: parts.words(&[incoming, head_dim]),
             keys: parts.words(&[incoming]),
@@ -252,22 +258,11 @@ impl<'a> Windowed<'a> {
         let (sends, receives): (Result<Vec<_>>, Result<Vec<_>>) =
             (sends.collect(), receives.collect());
         rank.exchange("halo", &sends?, &receives?)?;
-        rank.write(&attended["indices"], &self.lists(number))?;
+        let shape = [self.extents.sequences];
+        let starts = self.scratch("starts", self.workspace.starts, DType::I32, &shape);
+        rank.write(&starts, &self.halos.starts(number))?;
+        rank.window(&starts, &attended["indices"], halo)?;
         Ok(attended)
-    }
-
-    /// For each own token the rows of its window; -1 before the start of its sequence.
-    fn lists(&self, rank: usize) -> Vec<i32> {
-        let (own, window) = (self.halos.own(rank), self.extents.window);
-        let first = own.start - self.extents.halo;
-        let list = |token: usize| {
-            (0..window).map(move |slot| {
-                let key = (token + slot + 1).checked_sub(window);
-                key.filter(|&key| key >= self.halos.start_of(token))
-                    .map_or(-1, |key| (key - first) as i32)
-            })
-        };
-        own.flat_map(list).collect()
     }
 
     /// The values' width, of whose module kernels are used.

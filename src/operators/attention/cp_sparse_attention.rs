@@ -221,7 +221,7 @@ impl<T: Taps> Operator for CpSparseAttention<T> {
         summary: "sparse_attention of several ranks: keys gathered, their gradients reduced and scattered",
         specification: &["training 3", "training 4", "training 10"],
         paths: &PATHS,
-        modules: Vec::new,
+        modules: dsv4_kernels::parallel::modules,
         cases: [16, 40, 80],
     };
 

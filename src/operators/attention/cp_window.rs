@@ -162,7 +162,7 @@ impl<T: Taps> Operator for CpWindow<T> {
             "exchange",
             "all_reduce",
         ],
-        modules: Vec::new,
+        modules: dsv4_kernels::parallel::modules,
         cases: [12, 30, 60],
     };
 

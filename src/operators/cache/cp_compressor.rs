@@ -177,7 +177,7 @@ impl<T: Taps> Operator for CpCompressor<T> {
             "exchange",
             "all_reduce",
         ],
-        modules: Vec::new,
+        modules: dsv4_kernels::parallel::modules,
         cases: [12, 30, 60],
     };
 

@@ -208,7 +208,7 @@ impl<T: Taps> Operator for CpIndexer<T> {
             "reduce_scatter",
             "all_reduce",
         ],
-        modules: Vec::new,
+        modules: dsv4_kernels::parallel::modules,
         cases: [8, 20, 40],
     };
 
