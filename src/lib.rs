@@ -17,6 +17,7 @@
 //! - [`mutants`]: planted mutants, generated mutants, and which checks see them;
 //! - [`power`]: which errors the verdicts of a sweep would see;
 //! - [`model`]: whole models: random checkpoints, and the oracle of a model on a device;
+//! - [`parallel_time`]: the time of the attention of ranks, next to that of its parts;
 //! - [`change`]: what a commit must run of all that;
 //! - [`compile`]: every module of the kernels, compiled for some targets;
 //! - [`report`]: the pages of one run, the comparison of two runs, and the history of many;
@@ -41,6 +42,7 @@ pub mod model;
 pub mod mutants;
 pub mod operator;
 pub mod operators;
+pub mod parallel_time;
 pub mod power;
 pub mod record;
 pub mod report;

@@ -27,6 +27,7 @@ mod ops;
 mod outcome;
 mod power;
 mod progress;
+mod ranks;
 mod replay;
 mod report;
 mod run;
@@ -286,6 +287,8 @@ pub enum Command {
     Bisect(bisect::BisectArguments),
     /// Put times of our kernels and of public ones next to each other, from logs of both
     Beside(beside::BesideArguments),
+    /// Time the attention of several ranks, next to its kernels and its collectives alone
+    Ranks(Box<ranks::RanksArguments>),
     /// List operators, or describe some
     Ops(ops::OpsArguments),
     /// Write a small random checkpoint, or check one
@@ -326,6 +329,7 @@ impl Command {
             Self::Golden(arguments) => &arguments.device.memory,
             Self::Mutants(arguments) => &arguments.device.memory,
             Self::Power(arguments) => &arguments.memory,
+            Self::Ranks(arguments) => &arguments.device.memory,
             Self::Replay(arguments) => &arguments.device.memory,
             Self::Bisect(arguments) => &arguments.memory,
             Self::Merge(_)
@@ -362,6 +366,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Golden(arguments) => golden::execute(&arguments),
         Command::Mutants(arguments) => mutants::execute(&arguments),
         Command::Power(arguments) => power::execute(&arguments),
+        Command::Ranks(arguments) => ranks::execute(&arguments),
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),

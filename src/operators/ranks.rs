@@ -10,6 +10,7 @@ use std::ops::Range;
 use dsv4_kernels::model::tap::{Tap, Untapped};
 use dsv4_kernels::parallel::{self, Shards};
 use dsv4_runtime::arena::Violation;
+use dsv4_runtime::world::crew::Means;
 use dsv4_runtime::{DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView, Views};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -112,6 +113,30 @@ pub(crate) enum Part {
     Given(HostTensor),
     /// The rank writes it.
     Written(DType, Vec<usize>),
+}
+
+impl Part {
+    fn is_written(&self) -> bool {
+        matches!(self, Self::Written(..))
+    }
+}
+
+/// Records what `launch` enqueues, and runs it over results that are poisoned again.
+fn replay(
+    device: &Device,
+    results: &[&TensorView],
+    poison: u8,
+    launch: &mut dyn FnMut() -> Result<(), RuntimeError>,
+) -> Result<(), RuntimeError> {
+    let backend = device.backend();
+    let Some(recorder) = backend.recorder() else { return Ok(()) };
+    backend.synchronize()?;
+    let recorded = recorder.record(launch)?;
+    for view in results.iter().filter(|view| view.elements() > 0) {
+        backend.fill(view.address, poison, view.elements() * view.dtype.size())?;
+    }
+    recorded.launch()?;
+    backend.synchronize()
 }
 
 /// A tensor that a rank writes: as that of all tokens, with this many rows.
@@ -238,7 +263,9 @@ impl<'r, 'd> Ranks<'r, 'd> {
     }
 
     /// Runs `launch` on every rank, with the tensors that `parts` makes of each and a workspace of
-    /// `workspace` bytes, which may depend on the rank. Returns what they wrote.
+    /// `workspace` bytes, which may depend on the rank. Returns what they wrote. Where collectives
+    /// are on a GPU's stream and no rank is delayed, it runs once more, from a recording: that is
+    /// what is judged.
     pub fn launch<T: Taps>(
         &mut self,
         parts: impl Fn(&Self, usize) -> Result<Parts, RuntimeError>,
@@ -249,6 +276,8 @@ impl<'r, 'd> Ranks<'r, 'd> {
         let parts: Vec<_> =
             (0..size).map(|rank| parts(self, rank)).collect::<Result<_, RuntimeError>>()?;
         let (device, contract) = (self.run.device(), self.run.contract());
+        // Delays are the host's: they would end before what is recorded runs.
+        let replayed = self.division.delay_seed == 0 && device.means(size)? == Some(Means::Nccl);
         let delays = Some(self.division.delay_seed).filter(|&seed| seed != 0);
         let done = device.on_ranks(size, delays, |device| {
             let rank = device.world().map_or(0, |world| world.rank());
@@ -265,10 +294,20 @@ impl<'r, 'd> Ranks<'r, 'd> {
             views.put("workspace", arena.workspace("workspace", bytes)?);
             let mut paths = Vec::new();
             let violations = arena.run(|device| {
-                paths = launch(device, &views, &mut *T::tap(rank))?;
+                let mut tap = T::tap(rank);
+                let mut launch = || {
+                    paths = launch(device, &views, &mut *tap)?;
+                    Ok(())
+                };
+                launch()?;
+                if replayed {
+                    let results = parts[rank].iter().filter(|(_, part)| part.is_written());
+                    let results: Vec<_> = results.map(|(name, _)| &views[name]).collect();
+                    replay(device, &results, contract.poison, &mut launch)?;
+                }
                 Ok(())
             })?;
-            let written = parts[rank].iter().filter(|(_, part)| matches!(part, Part::Written(..)));
+            let written = parts[rank].iter().filter(|(_, part)| part.is_written());
             let written = written.map(|(name, _)| Ok((*name, arena.download(&views[name])?)));
             Ok((paths, violations, written.collect::<Result<_, RuntimeError>>()?))
         })?;

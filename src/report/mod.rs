@@ -56,6 +56,7 @@ pub(crate) mod markdown;
 mod mutants;
 pub(crate) mod numbers;
 mod operators;
+pub mod parallel_time;
 mod picture;
 pub mod power;
 #[cfg(test)]

@@ -36,6 +36,8 @@ struct Seen<'s, 'v> {
     site: Site<'v>,
     /// The position of each gathered row, once it was gathered.
     positions: &'s mut Vec<i32>,
+    /// Gradients of all keys, as they were before the launch that writes them.
+    unwritten: &'s mut Option<HostTensor>,
 }
 
 impl Seen<'_, '_> {
@@ -98,11 +100,16 @@ type Fault = fn(&mut Seen<'_, '_>, Run<'_>) -> Result<()>;
 struct Planted {
     fault: Fault,
     positions: Vec<i32>,
+    unwritten: Option<HostTensor>,
 }
 
 impl Tap for Planted {
     fn around(&mut self, device: &Device, site: Site<'_>, run: Run<'_>) -> Result<()> {
-        let mut seen = Seen { device, site, positions: &mut self.positions };
+        let Self { positions, unwritten, .. } = self;
+        let mut seen = Seen { device, site, positions, unwritten };
+        if seen.is("sparse_attention", "backward") {
+            *seen.unwritten = Some(device.read(seen.view("dk"))?);
+        }
         (self.fault)(&mut seen, run)?;
         if seen.is("all_gather", "positions") {
             *seen.positions = device.read(site.views.get("target").expect("rows"))?.to_i32();
@@ -121,7 +128,7 @@ macro_rules! faults {
             impl Taps for $name {
                 fn tap(_: usize) -> Box<dyn Tap> {
                     let fault: Fault = $fault;
-                    Box::new(Planted { fault, positions: Vec::new() })
+                    Box::new(Planted { fault, positions: Vec::new(), unwritten: None })
                 }
             }
         )*
@@ -259,6 +266,28 @@ faults! {
         let keys = ["k", "index_k"].iter().any(|name| seen.is("all_gather", name));
         if keys { Ok(()) } else { run() }
     };
+    /// FM-182: a gather that is not waited for. Its last rows are read before they arrive.
+    GatheredLate = |seen, run| {
+        if seen.site.operator != "all_gather" || seen.site.name == "positions" {
+            return run();
+        }
+        let target = seen.view("target");
+        let late = target.narrow(0, target.shape[0] / 2, target.shape[0].div_ceil(2))?;
+        let before = seen.device.read(&late)?;
+        run()?;
+        seen.device.write(&late, &before)
+    };
+    /// FM-182: the reduction is on a stream that does not wait for the one that writes its source.
+    ScatteredEarly = |seen, run| {
+        if seen.site.operator == "reduce_scatter"
+            && let Some(before) = seen.unwritten.take()
+        {
+            let source = seen.view("source");
+            let before = HostTensor { shape: source.shape.clone(), ..before };
+            seen.device.write(source, &before)?;
+        }
+        run()
+    };
     /// FM-27: a slot without a key becomes a row of padding.
     PaddingCounted = |seen, run| {
         if seen.attends()
@@ -380,6 +409,9 @@ faults! {
 
 const REMAPPED: &str = r#"{"operator":"cp_sparse_attention","ranks":3,"partition":"zigzag","keys":"remapped","num_sequences":2,"delay_seed":3,"num_tokens":14,"num_heads":4,"head_dim":64,"values":"separate","v_dim":32,"topk":12,"indices":"hostile","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"implementation":"portable","key_gradients":"deterministic","seed":5}"#;
 
+/// Values in the keys: what the backward writes is what is scattered.
+const SHARED: &str = r#"{"operator":"cp_sparse_attention","ranks":2,"partition":"zigzag","keys":"remapped","num_sequences":1,"delay_seed":3,"num_tokens":14,"num_heads":4,"head_dim":64,"values":"shared","v_dim":64,"topk":12,"indices":"hostile","lengths":"absent","sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"implementation":"portable","key_gradients":"deterministic","seed":5}"#;
+
 const WINDOW: &str = r#"{"operator":"cp_window","ranks":2,"num_sequences":2,"delay_seed":3,"num_tokens":21,"num_heads":4,"head_dim":64,"window":8,"sinks":"normal","softmax_scale":0.125,"logit_deviation":2.0,"key_gradient":"f32","dlse":false,"key_gradients":"deterministic","seed":5}"#;
 
 /// Groups that the starts of ranks 1 and 2 cut, and a sequence that starts within rank 0, after 7
@@ -441,7 +473,7 @@ fn seen_by<T: Taps>(line: &str, expected: &[&str]) -> String {
 
 #[test]
 fn without_a_fault_a_tap_changes_nothing() {
-    for line in [REMAPPED, &reordered(), WINDOW, COMPRESSOR, &plain_groups(), INDEXER] {
+    for line in [REMAPPED, SHARED, &reordered(), WINDOW, COMPRESSOR, &plain_groups(), INDEXER] {
         let (found, said) = failed(&judged::<Nothing>(line));
         assert!(found.is_empty(), "{found:?}\n{said}");
     }
@@ -461,7 +493,7 @@ fn wrong_slots_and_lists_of_ranks_are_seen() {
     seen_by::<PaddingCounted>(REMAPPED, &["forward out"]);
 }
 
-/// FM-25, FM-179, FM-180.
+/// FM-25, FM-179, FM-180, FM-182.
 #[test]
 fn wrong_reductions_over_ranks_are_seen() {
     if left_out(&ROOMS) {
@@ -474,6 +506,8 @@ fn wrong_reductions_over_ranks_are_seen() {
     seen_by::<ReducedInBf16>(REMAPPED, &["precision dk", "precision dv"]);
     seen_by::<BackwardOnTheShard>(&reordered(), &["gradient dq"]);
     seen_by::<NotGathered>(REMAPPED, &["forward out"]);
+    seen_by::<GatheredLate>(REMAPPED, &["forward out", "gradient dq"]);
+    seen_by::<ScatteredEarly>(SHARED, &["gradient dk"]);
     let said = seen_by::<NotSummed>(REMAPPED, &["launch"]);
     assert!(said.contains("all_reduce of `dsink`: it has another sum than rank 0"), "{said}");
     seen_by::<SummedTwice>(REMAPPED, &["gradient dsink"]);
@@ -508,7 +542,7 @@ fn wrong_groups_of_ranks_are_seen() {
     }
 }
 
-/// FM-22, FM-24, FM-25, FM-27, FM-66, FM-96, FM-179, FM-180.
+/// FM-22, FM-24, FM-25, FM-27, FM-66, FM-96, FM-179, FM-180, FM-182.
 #[test]
 fn wrong_lists_means_and_sums_of_ranks_indexers_are_seen() {
     if left_out(&ROOMS) {
@@ -518,6 +552,7 @@ fn wrong_lists_means_and_sums_of_ranks_indexers_are_seen() {
     seen_by::<LocalLists>(INDEXER, &["forward indices", "gradient dindex_q"]);
     seen_by::<ListsByLocalRow>(INDEXER, &["forward indices"]);
     seen_by::<NotGathered>(INDEXER, &["forward logits"]);
+    seen_by::<GatheredLate>(INDEXER, &["forward logits"]);
     seen_by::<BackwardOnTheShard>(INDEXER, &["gradient dindex_q"]);
     seen_by::<MeanByLocalRows>(INDEXER, &["forward loss", "gradient dvalues", "gradient dindex_q"]);
     seen_by::<Sliced>(INDEXER, &["gradient dindex_k"]);
