@@ -100,16 +100,25 @@ impl Row {
     }
 }
 
+/// Both directions, and what is wrong.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// The times.
+    pub rows: [Row; 2],
+    /// A text for each result of a step that has other bits than the kernels alone.
+    pub differences: Vec<String>,
+}
+
 /// Times both directions.
 ///
 /// # Errors
-/// A shape that the attention rejects, more ranks than the world takes, a device without memory;
-/// [`RuntimeError::Rank`] for a rank whose step has other bits than its kernels alone.
-pub fn measure(device: &Device, shape: Shape, samples: usize) -> Result<[Row; 2]> {
+/// A shape that the attention rejects, more ranks than the world takes, a device without memory.
+pub fn measure(device: &Device, shape: Shape, samples: usize) -> Result<Measured> {
     let of_ranks = device.on_ranks(shape.ranks, None, |device| of_rank(device, shape, samples))?;
+    let (of_ranks, differences): (Vec<Samples>, Vec<_>) = of_ranks.into_iter().unzip();
     let slowest = |work: usize| {
         let of = |sample: usize| {
-            let times = of_ranks.iter().map(|rank: &Vec<Vec<Duration>>| rank[work][sample]);
+            let times = of_ranks.iter().map(|rank| rank[work][sample]);
             times.max().unwrap_or_default().as_secs_f64() * 1e6
         };
         Spread::of((0..samples).map(of).collect())
@@ -117,7 +126,7 @@ pub fn measure(device: &Device, shape: Shape, samples: usize) -> Result<[Row; 2]
     let [forward, attention, gather, backward, gradients, scatter] =
         [0, 1, 2, 3, 4, 5].map(slowest);
     let received = (shape.tokens * HEAD_DIM) as u64 * (shape.ranks as u64 - 1) / shape.ranks as u64;
-    Ok([
+    let rows = [
         Row {
             direction: "forward",
             shape,
@@ -134,11 +143,15 @@ pub fn measure(device: &Device, shape: Shape, samples: usize) -> Result<[Row; 2]
             collectives: scatter,
             received: 6 * received,
         },
-    ])
+    ];
+    Ok(Measured { rows, differences: differences.concat() })
 }
 
-/// The samples of each piece of work on one rank.
-fn of_rank(device: &Device, shape: Shape, samples: usize) -> Result<Vec<Vec<Duration>>> {
+/// The samples of each piece of work.
+type Samples = Vec<Vec<Duration>>;
+
+/// The samples of one rank, and its differences.
+fn of_rank(device: &Device, shape: Shape, samples: usize) -> Result<(Samples, Vec<String>)> {
     let alone = || RuntimeError::argument(NAME, "device", "it is no rank of a world");
     let world = device.world().ok_or_else(alone)?;
     let mut memory = Memory::new(device);
@@ -148,10 +161,11 @@ fn of_rank(device: &Device, shape: Shape, samples: usize) -> Result<Vec<Vec<Dura
     for work in rank.works() {
         all.push(timer.time(&|| work(device, world))?);
     }
-    for (name, own, alone) in [("out", "out", "out alone"), ("dq", "dq", "dq alone")] {
-        rank.compare(device, world, name, [own, alone])?;
+    let mut differences = Vec::new();
+    for [own, alone] in [["out", "out alone"], ["dq", "dq alone"]] {
+        differences.extend(rank.difference(device, world, [own, alone])?);
     }
-    Ok(all)
+    Ok((all, differences))
 }
 
 /// A piece of work of a rank.
@@ -255,28 +269,25 @@ impl Tensors {
         ]
     }
 
-    /// Compares the bits of some rows of two tensors.
-    fn compare(
+    /// The first of some rows that has other bits in another tensor.
+    fn difference(
         &self,
         device: &Device,
         world: &dyn World,
-        name: &str,
-        [own, alone]: [&str; 2],
-    ) -> Result<()> {
-        let (own, alone) = (&self.views[own], &self.views[alone]);
+        [name, alone]: [&str; 2],
+    ) -> Result<Option<String>> {
+        let (own, alone) = (&self.views[name], &self.views[alone]);
         let tokens = own.shape[0];
         for token in (0..tokens).step_by(tokens.div_ceil(COMPARED).max(1)) {
             let [one, other] = [own, alone].map(|view| device.read(&view.narrow(0, token, 1)?));
             if one? != other? {
-                return Err(RuntimeError::Rank {
-                    rank: world.rank(),
-                    size: world.size(),
-                    collective: "after the last of a step".into(),
-                    what: format!("`{name}` of token {token} has other bits than without ranks"),
-                });
+                let rank = world.rank();
+                return Ok(Some(format!(
+                    "`{name}` of token {token} of rank {rank} has other bits than without ranks"
+                )));
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -48,7 +48,7 @@ pub struct RanksArguments {
 pub fn execute(arguments: &RanksArguments) -> Result<Exit> {
     let device = arguments.device.open()?;
     let samples = usize::from(arguments.samples);
-    let mut rows = Vec::new();
+    let (mut rows, mut differences) = (Vec::new(), Vec::new());
     for &ranks in &arguments.ranks {
         for &tokens in &arguments.tokens {
             let shape = Shape {
@@ -58,8 +58,19 @@ pub fn execute(arguments: &RanksArguments) -> Result<Exit> {
                 topk: arguments.topk.into(),
             };
             let measured = parallel_time::measure(&device, shape, samples);
-            rows.extend(measured.with_context(|| format!("{tokens} tokens of {ranks} ranks"))?);
+            let what = || format!("{tokens} tokens of {ranks} ranks");
+            let measured = measured.with_context(what)?;
+            rows.extend(measured.rows);
+            let of_shape = |difference| format!("{}: {difference}", what());
+            differences.extend(measured.differences.into_iter().map(of_shape));
         }
+    }
+    for difference in &differences {
+        errln!("{} {difference}", output::bad("wrong:"));
+    }
+    if !differences.is_empty() {
+        // Times of wrong results are none.
+        return Ok(Exit::Disagreed);
     }
     if let Some(path) = &arguments.markdown {
         let page = pages::page(&place(&device, arguments)?, &rows);

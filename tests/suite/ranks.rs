@@ -22,6 +22,7 @@ use dsv4_parity::sweep::regressions::Regressions;
 use dsv4_parity::sweep::{self, GivenCases, LeftOut, SweepOptions, session};
 use dsv4_runtime::{DType, Device, HostTensor, Result, TensorView, World};
 
+use crate::command_line::{Parity, changed_kernels};
 use crate::diagnosis::record_of;
 use crate::extent::left_out;
 use crate::support::device;
@@ -645,6 +646,30 @@ fn a_sweep_finds_the_attention_that_read_v_from_k_and_was_causal_over_gathered_k
     if let Some(file) = std::env::var_os("PARITY_EXAMPLE") {
         std::fs::write(file, page).expect("written");
     }
+}
+
+#[test]
+fn times_of_ranks_have_a_row_for_each_direction_and_wrong_kernels_have_none() {
+    let dir = tempfile::tempdir().expect("a scratch directory");
+    let page = dir.path().join("ranks.md").display().to_string();
+    let sizes = ["--tokens", "12", "--heads", "2", "--topk", "4", "--samples", "1"];
+    let fixed = [&["ranks", "--backend", "emulator", "--ranks", "2"][..], &sizes].concat();
+    let output = Parity::new(&[&fixed[..], &["--markdown", &page]].concat()).run();
+    output.assert_code(0);
+    let page = std::fs::read_to_string(page).expect("the page");
+    for direction in ["forward", "backward"] {
+        let row = format!("12      2      {direction}");
+        assert!(output.stdout.contains(&row), "{}", output.stdout);
+        assert!(page.contains(&format!("| 12 | 2 | {direction} | ")), "{page}");
+    }
+    // FM-24: lists of positions are used on gathered rows.
+    let mapped = "params.slots[position] : NONE";
+    let kernels = changed_kernels(dir.path(), "gathered_rows.cu", mapped, "position : NONE");
+    let kernels = kernels.display().to_string();
+    let output = Parity::new(&[&fixed[..], &["--kernels", &kernels]].concat()).run();
+    output.assert_code(1);
+    let wrong = "wrong: 12 tokens of 2 ranks: `out` of token ";
+    assert!(output.stderr.contains(wrong) && output.stdout.is_empty(), "{}", output.stderr);
 }
 
 /// The report of a sweep of the founding bug. The bug is planted in this test alone, so no case
