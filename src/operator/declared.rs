@@ -21,6 +21,7 @@ use super::benchmarks::{Benchmark, Reduced};
 use super::declaration::Specs;
 #[cfg(doc)]
 use super::declaration::{Part, TensorSpec};
+use super::elsewhere::Elsewhere;
 use super::golden::{Golden, Reading};
 use super::laws::Laws;
 use super::tensors::{Bound, Tensors};
@@ -362,6 +363,8 @@ pub struct Launches<'r> {
     paths: Vec<String>,
     frozen: Vec<Frozen>,
     violations: Vec<Violation>,
+    /// The ranks, where they run elsewhere.
+    elsewhere: Option<&'r Elsewhere>,
 }
 
 /// What launches leave.
@@ -382,7 +385,17 @@ impl<'r> Launches<'r> {
     /// Launches for timing: nothing is read back, so nothing is frozen.
     pub(super) fn timed(device: &'r Device) -> Self {
         let (paths, frozen, violations) = Default::default();
-        Self { device, arena: None, paths, frozen, violations }
+        Self { device, arena: None, paths, frozen, violations, elsewhere: None }
+    }
+
+    /// The same, of ranks that run elsewhere.
+    pub(super) fn with_ranks(self, elsewhere: Option<&'r Elsewhere>) -> Self {
+        Self { elsewhere, ..self }
+    }
+
+    /// The ranks, where they run elsewhere.
+    pub(crate) fn elsewhere(&self) -> Option<&'r Elsewhere> {
+        self.elsewhere
     }
 
     /// The device. Of an operator with ranks it holds the tensors of all of them.

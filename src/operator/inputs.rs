@@ -14,6 +14,7 @@ use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, Role, Runti
 use super::any::AnyCase;
 use super::declaration::{Part, Specs, TensorSpec};
 use super::declared::{Frozen, Launches};
+use super::elsewhere::{Elsewhere, OfRank, WrittenByRank};
 use super::lines::{Choices, line, oracle_error, room_on};
 use super::memory::Placed;
 use super::probe::Probe;
@@ -251,16 +252,21 @@ impl Inputs {
         specs: &Specs,
         placed: &Placed<'_>,
     ) -> Result<KernelRun, RuntimeError> {
-        let (violations, paths, frozen) = self.run_on(specs, placed)?;
+        let (violations, paths, frozen) = self.run_on(specs, placed, None)?;
         Ok(KernelRun { tensors: self.collect(specs, placed, &frozen)?, violations, paths })
     }
 
     /// Launches forward and backward on the placed tensors. Returns forbidden writes, the paths that
     /// ran, and outputs as they were before the backward.
-    fn run_on(&self, specs: &Specs, placed: &Placed<'_>) -> Result<Ran, RuntimeError> {
+    fn run_on(
+        &self,
+        specs: &Specs,
+        placed: &Placed<'_>,
+        elsewhere: Option<&Elsewhere>,
+    ) -> Result<Ran, RuntimeError> {
         let (mut paths, mut frozen, mut changed) = (Vec::new(), Vec::new(), Vec::new());
         let mut violations = placed.arena().run(|device| {
-            let mut run = Launches::new(device, placed.arena());
+            let mut run = Launches::new(device, placed.arena()).with_ranks(elsewhere);
             self.case.launch(placed.views(), &mut run)?;
             if specs.gradients().next().is_some() {
                 for spec in specs.present().filter(|spec| spec.part == Part::Output) {
@@ -276,6 +282,19 @@ impl Inputs {
         })?;
         violations.extend(changed);
         Ok((violations, paths, frozen))
+    }
+
+    /// Every tensor that the kernels wrote, as it is stored; of ranks that run elsewhere, if any.
+    fn stored_by(
+        &self,
+        device: &Device,
+        contract: Contract,
+        elsewhere: Option<&Elsewhere>,
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        let (specs, device) = (self.specs(), self.on(device));
+        let placed = self.placed(&device, contract, &specs)?;
+        let (_, _, frozen) = self.run_on(&specs, &placed, elsewhere)?;
+        self.read_back(&specs, &placed, &frozen)
     }
 
     /// The given tensors as the device received them, where they differ from what was drawn.
@@ -497,10 +516,29 @@ impl PreparedCase for Inputs {
         device: &Device,
         contract: Contract,
     ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
-        let (specs, device) = (self.specs(), self.on(device));
-        let placed = self.placed(&device, contract, &specs)?;
-        let (_, _, frozen) = self.run_on(&specs, &placed)?;
-        self.read_back(&specs, &placed, &frozen)
+        self.stored_by(device, contract, None)
+    }
+
+    fn of_ranks(
+        &self,
+        device: &Device,
+        contract: Contract,
+    ) -> Result<Option<Vec<OfRank>>, RuntimeError> {
+        if !self.case.operator().has_ranks() {
+            return Ok(None);
+        }
+        let asked = Elsewhere::asked();
+        self.stored_by(device, contract, Some(&asked))?;
+        Ok(asked.into_asked())
+    }
+
+    fn united(
+        &self,
+        device: &Device,
+        contract: Contract,
+        written: Vec<WrittenByRank>,
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        self.stored_by(device, contract, Some(&Elsewhere::Answered(written)))
     }
 
     fn written(&self) -> Vec<Written> {

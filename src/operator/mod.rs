@@ -16,6 +16,7 @@ use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, RuntimeErro
 use serde::Serialize;
 
 use crate::case::{Case, CaseError};
+use crate::operator::elsewhere::{OfRank, WrittenByRank};
 use crate::record::{BatchAxis, Seconds};
 pub use crate::record::{Family, RoundingPoints};
 
@@ -27,6 +28,7 @@ pub mod call;
 pub mod declaration;
 pub mod declared;
 pub mod documentation;
+pub mod elsewhere;
 pub mod fields;
 pub mod given;
 pub mod golden;
@@ -380,6 +382,35 @@ pub trait PreparedCase: Sync {
     /// The tensors that are computed of those, and compared in the place of some.
     fn observed(&self) -> Vec<&'static str> {
         Vec::new()
+    }
+
+    /// What each rank of the case is given and is to write, padding with the contract's poison, where
+    /// ranks run elsewhere. `device` only holds tensors ([`Device::holding`]). `None` for a case of
+    /// one device.
+    ///
+    /// # Errors
+    /// What the operator rejects.
+    fn of_ranks(
+        &self,
+        _device: &Device,
+        _contract: Contract,
+    ) -> Result<Option<Vec<OfRank>>, RuntimeError> {
+        Ok(None)
+    }
+
+    /// Every tensor of the case, as it is stored, put together of what ranks wrote elsewhere. What no
+    /// rank wrote is poison.
+    ///
+    /// # Errors
+    /// A tensor that is not the rank's; [`RuntimeError::Rank`] for a rank that has another sum than
+    /// the others.
+    fn united(
+        &self,
+        _device: &Device,
+        _contract: Contract,
+        _written: Vec<WrittenByRank>,
+    ) -> Result<Vec<(&'static str, HostTensor)>, RuntimeError> {
+        Ok(Vec::new())
     }
 
     /// What is compared of tensors as they are stored, by whatever kernel: themselves, or what they

@@ -4,14 +4,13 @@
 //! their own processes: no rank can read what it was not given. What they write is put together
 //! again, and compared as if one device had written it.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use dsv4_kernels::model::tap::{Tap, Untapped};
 use dsv4_kernels::parallel::{self, Shards};
 use dsv4_runtime::arena::Violation;
 use dsv4_runtime::world::crew::Means;
-use dsv4_runtime::{DType, Device, DeviceArena, HostTensor, RuntimeError, TensorView, Views};
+use dsv4_runtime::{Device, DeviceArena, HostTensor, RuntimeError, TensorView, Views};
 use proptest::prelude::*;
 use proptest::sample::select;
 use rand::Rng;
@@ -19,6 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::case::Draw;
 use crate::operator::declared::{Launches, Refused, refuse};
+use crate::operator::elsewhere::WrittenByRank;
+pub(crate) use crate::operator::elsewhere::{Part, Parts};
 use crate::operator::tensors::permuted_along;
 
 /// The most ranks of a case: each is two processes.
@@ -107,20 +108,6 @@ pub(crate) fn strategy() -> impl Strategy<Value = (usize, Partition, usize, u64)
     )
 }
 
-/// A tensor of a rank.
-pub(crate) enum Part {
-    /// It is given.
-    Given(HostTensor),
-    /// The rank writes it.
-    Written(DType, Vec<usize>),
-}
-
-impl Part {
-    fn is_written(&self) -> bool {
-        matches!(self, Self::Written(..))
-    }
-}
-
 /// Records what `launch` enqueues, and runs it over results that are poisoned again.
 fn replay(
     device: &Device,
@@ -145,9 +132,6 @@ fn of_rows(view: &TensorView, rows: usize) -> Part {
     Part::Written(view.dtype, shape.collect())
 }
 
-/// The tensors of a rank, by name.
-pub(crate) type Parts = Vec<(&'static str, Part)>;
-
 /// Those that a rank writes with this many rows, where the case has them.
 pub(crate) fn written(v: &Views, names: &[&'static str], rows: usize) -> Parts {
     v.only(names).iter().map(|(name, view)| (name, of_rows(view, rows))).collect()
@@ -165,10 +149,10 @@ pub(crate) fn integers(name: &'static str, numbers: &[i32]) -> (&'static str, Pa
 }
 
 /// What a rank did: the paths that ran, forbidden writes, and what it wrote.
-type Done = (Vec<String>, Vec<Violation>, BTreeMap<&'static str, HostTensor>);
+type Done = (Vec<String>, Vec<Violation>, WrittenByRank);
 
 /// What each rank wrote, by name.
-pub(crate) type Written = Vec<BTreeMap<&'static str, HostTensor>>;
+pub(crate) type Written = Vec<WrittenByRank>;
 
 /// What the ranks of a call have in common.
 pub(crate) struct Ranks<'r, 'd> {
@@ -265,7 +249,7 @@ impl<'r, 'd> Ranks<'r, 'd> {
     /// Runs `launch` on every rank, with the tensors that `parts` makes of each and a workspace of
     /// `workspace` bytes, which may depend on the rank. Returns what they wrote. Where collectives
     /// are on a GPU's stream and no rank is delayed, it runs once more, from a recording: that is
-    /// what is judged.
+    /// what is judged. Ranks that run elsewhere are asked instead.
     pub fn launch<T: Taps>(
         &mut self,
         parts: impl Fn(&Self, usize) -> Result<Parts, RuntimeError>,
@@ -273,8 +257,11 @@ impl<'r, 'd> Ranks<'r, 'd> {
         launch: &Launch<'_>,
     ) -> Result<Written, RuntimeError> {
         let size = self.division.ranks;
-        let parts: Vec<_> =
-            (0..size).map(|rank| parts(self, rank)).collect::<Result<_, RuntimeError>>()?;
+        let parts = (0..size).map(|rank| parts(self, rank));
+        let parts: Vec<_> = parts.collect::<Result<_, RuntimeError>>()?;
+        if let Some(elsewhere) = self.run.elsewhere() {
+            return elsewhere.launch(&self.with_tokens(parts));
+        }
         let (device, contract) = (self.run.device(), self.run.contract());
         // Delays are the host's: they would end before what is recorded runs.
         let replayed = self.division.delay_seed == 0 && device.means(size)? == Some(Means::Nccl);
@@ -312,6 +299,20 @@ impl<'r, 'd> Ranks<'r, 'd> {
             Ok((paths, violations, written.collect::<Result<_, RuntimeError>>()?))
         })?;
         Ok(self.collected(done))
+    }
+
+    /// The parts with lists that say what launchers take from [`Shards`]: `tokens`, which of all
+    /// tokens a rank has, and `cu_seqlens`, the first token of each sequence and the number of all.
+    fn with_tokens(&self, mut parts: Vec<Parts>) -> Vec<Parts> {
+        let mut ends = vec![0];
+        for length in &self.division.lengths {
+            ends.push(ends[ends.len() - 1] + *length as i32);
+        }
+        for (rank, parts) in parts.iter_mut().enumerate() {
+            parts.push(integers("tokens", self.shards.tokens(rank)));
+            parts.push(integers("cu_seqlens", &ends));
+        }
+        parts
     }
 
     fn collected(&mut self, done: Vec<Done>) -> Written {

@@ -167,6 +167,12 @@ impl Device {
         Self { exchange, others: Others::Silent, ..Self::of(backend, tree) }
     }
 
+    /// A device that holds tensors in host memory, for launches that take place elsewhere: a launch
+    /// on it is an error.
+    pub fn holding(environment: Environment, tree: SourceTree) -> Self {
+        Self::of(Arc::new(RecordingBackend::new(environment)), tree)
+    }
+
     /// A device that claims to be `environment`, accepts launches and runs none: outputs keep the
     /// contents of their allocation. It shows which kernels a launcher chooses there.
     pub fn accepting(environment: Environment, tree: SourceTree) -> Self {
