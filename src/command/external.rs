@@ -17,6 +17,7 @@ use super::{DeviceArguments, Exit, MemoryArguments, outcome, output, replay};
 use crate::case::condition::Condition;
 use crate::case::shell::quoted;
 use crate::external::adapter::Adapter;
+use crate::external::crew::Crew;
 use crate::external::definition::Task;
 use crate::external::process::{Call, OneShot, Worker};
 use crate::external::{self, External, ExternalOptions};
@@ -32,6 +33,8 @@ use crate::sweep::regressions::fixtures_dir;
 use crate::sweep::session::{Runners, Session, SweepRequest};
 use crate::sweep::{LeftOut, SweepOptions};
 
+/// The most ranks of a case.
+const MOST_RANKS: i64 = crate::operators::ranks::MOST_RANKS as i64;
 /// Random schedules of an external process: none.
 const SCHEDULES: u32 = 0;
 
@@ -48,6 +51,9 @@ it. fixtures/external has a Python package that does so, and examples.
 
 A worker reads lines {\"dir\": …} from standard input and answers each on standard output: {\"ok\": true}, \
 {\"error\": \"why\"}, or {\"unsupported\": \"why\"} for a case that its kernel is not for, which is a counted skip.
+
+With --ranks N each rank of a case has a process, whose environment has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and \
+MASTER_PORT, and whose case.json has its `rank`. It gets the rows of its own tokens, and exchanges others itself.
 
 Exit codes: 0 all agreed, 1 disagreement, 2 bad usage or input, or nothing compared."
 )]
@@ -67,6 +73,15 @@ pub struct ExternalArguments {
     /// Command that is started for each run of a case; {dir} is the run's folder
     #[arg(long, value_name = "COMMAND")]
     cmd: Option<String>,
+    /// Run a process of the command for each of this many ranks of each case, of an operator that
+    /// several ranks compute
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = clap::value_parser!(u16).range(1..=MOST_RANKS),
+        conflicts_with_all = ["solution", "definition", "only"]
+    )]
+    ranks: Option<u16>,
     /// A Solution of FlashInfer-Bench's format in Python, as JSON: its forward is judged
     #[arg(long, value_name = "FILE", requires = "definition", conflicts_with_all = ["op", "case"])]
     solution: Option<PathBuf>,
@@ -168,6 +183,7 @@ fn judge(arguments: &ExternalArguments, task: Option<&Task>) -> Result<Exit> {
         arguments.shard.map(|_| "--shard").or(arguments.resume.then_some("--resume"));
     arguments.sweep.seed.announce(one_of_several)?;
     let operator = registry::find(&arguments.op)?;
+    refuse_ranks(arguments, operator)?;
     let (external, condition) = open(arguments)?;
     let left_out = LeftOut { empty: !arguments.empty, hostile: !external.takes_hostile() };
     external.start().map_err(|error| anyhow::anyhow!(error.message))?;
@@ -201,6 +217,18 @@ fn judge(arguments: &ExternalArguments, task: Option<&Task>) -> Result<Exit> {
     outcome::summarise(&report, &arguments.out);
     arguments.ci.finish(&report)?;
     outcome::exit_of(&report, arguments.shard.is_none())
+}
+
+/// Rejects `--ranks` for an operator of one device.
+fn refuse_ranks(arguments: &ExternalArguments, operator: &AnyOperator) -> Result<()> {
+    let Some(ranks) = arguments.ranks.filter(|_| !operator.has_ranks()) else { return Ok(()) };
+    let of_ranks = registry::OPERATORS.iter().filter(|operator| operator.has_ranks());
+    let of_ranks: Vec<_> = of_ranks.map(|operator| operator.name()).collect();
+    bail!(
+        "--ranks {ranks}: one device computes {}; several ranks compute {}",
+        operator.name(),
+        of_ranks.join(", ")
+    );
 }
 
 /// Prints what was skipped, a line for each reason. Where cases fail, it prints only the number.
@@ -242,6 +270,13 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
                 .with_context(|| adapter_name(arguments))?
         }
     };
+    let ranks = arguments.ranks.map(usize::from);
+    let worker = |command: &String| -> Box<dyn Call> {
+        match ranks {
+            Some(ranks) => Box::new(Crew::of_workers(command, time_limit, ranks)),
+            None => Box::new(Worker::new(command.clone(), time_limit)),
+        }
+    };
     let (name, call): (_, Box<dyn Call>) = match (&arguments.cmd, &arguments.worker) {
         (Some(command), _) => {
             if !command.contains("{dir}") {
@@ -249,9 +284,12 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
                     "--cmd `{command}` does not say {{dir}}: the command would not know its folder"
                 );
             }
-            (command, Box::new(OneShot { command: command.clone(), time_limit }))
+            match ranks {
+                Some(ranks) => (command, Box::new(Crew::of_commands(command, time_limit, ranks))),
+                None => (command, Box::new(OneShot::new(command.clone(), time_limit))),
+            }
         }
-        (None, Some(command)) => (command, Box::new(Worker::new(command.clone(), time_limit))),
+        (None, Some(command)) => (command, worker(command)),
         (None, None) => bail!("--worker or --cmd is missing"),
     };
     if name.trim().is_empty() {
@@ -265,19 +303,21 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
             name: command.clone(),
             adapter: adapter.clone(),
             forward_only: arguments.forward_only,
+            ranks,
             keep: arguments.keep.as_ref().map(|dir| dir.join("beside")),
             ..ExternalOptions::default()
         };
-        Box::new(External::new(Box::new(Worker::new(command.clone(), time_limit)), options))
+        Box::new(External::new(worker(command), options))
     };
     let beside = arguments.beside.as_ref().map(other);
     let condition = Condition::both(arguments.condition.clone(), adapter.condition().cloned());
     let options = ExternalOptions {
-        name: name.clone(),
+        name: ranks.map_or_else(|| name.clone(), |ranks| format!("{name}, {ranks} ranks")),
         arguments: replayed(arguments),
         adapter,
         forward_only: arguments.forward_only,
         time: arguments.time,
+        ranks,
         ours: arguments.time.then(|| {
             // The emulator's times mean nothing.
             let ours = Device::open(BackendKind::Cuda, dsv4_kernels::device_options());
@@ -295,6 +335,9 @@ fn open(arguments: &ExternalArguments) -> Result<(External, Option<Condition>)> 
 fn replayed(arguments: &ExternalArguments) -> String {
     let adapter = arguments.adapter.as_ref().map(|path| path.display().to_string());
     let mut text = format!("--op {}", arguments.op);
+    if let Some(ranks) = arguments.ranks {
+        text += &format!(" --ranks {ranks}");
+    }
     let commands =
         [("cmd", &arguments.cmd), ("worker", &arguments.worker), ("beside", &arguments.beside)];
     for (option, value) in commands.into_iter().chain([("adapter", &adapter)]) {
@@ -327,6 +370,7 @@ fn planned(
     let options = SweepOptions {
         condition,
         left_out,
+        ranks: arguments.ranks.map(usize::from).into_iter().collect(),
         ..sweep.options(checks, arguments.regressions.as_deref())
     };
     let request = SweepRequest {
@@ -347,6 +391,10 @@ fn planned(
         // All cases are prepared before one runs: a malformed line is reported before minutes are
         // spent.
         registry::prepare(case)?;
+        let own = case.fields.get("ranks").and_then(|ranks| ranks.as_u64()).unwrap_or(1);
+        if let Some(ranks) = arguments.ranks.filter(|&ranks| u64::from(ranks) != own) {
+            bail!("--case has {own} ranks, --ranks says {ranks}");
+        }
     }
     Session::of_cases(request, cases, options)
 }

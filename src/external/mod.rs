@@ -39,8 +39,16 @@
 //! The operators do not know about external kernels. Their `kernel` runs on a device that launches
 //! nothing and records what would be read ([`Device::recording`]). Its result defines what would be
 //! written.
+//!
+//! With `--ranks N` an operator of several ranks has a process for each ([`crew`]), which all get
+//! their requests at the same time. A rank's folder has what our launcher gets on that rank: rows of
+//! its own tokens, padded keys, and no row of another rank ([`PreparedCase::of_ranks`]). `case.json`
+//! has the number of the rank as `rank`. Two lists stand for arguments of our launchers: `tokens`,
+//! which of all tokens the rank has, and `cu_seqlens`, the first token of each sequence and the
+//! number of all tokens. What ranks wrote is put together as of ours ([`PreparedCase::united`]).
 
 pub mod adapter;
+pub mod crew;
 pub mod definition;
 pub mod process;
 pub mod wire;
@@ -64,6 +72,7 @@ use self::wire::{WireTensor, WireTensors, WireType};
 use crate::case::shell::quoted;
 use crate::case::{Case, CaseError};
 use crate::judge::runner::{RunError, Runner, Times};
+use crate::operator::elsewhere::{OfRank, WrittenByRank};
 use crate::operator::{
     Arithmetic, KernelRun, KernelTensor, OracleTensor, PreparedCase, Side, Written,
 };
@@ -76,6 +85,8 @@ pub const CASE: &str = "case.json";
 pub const INPUTS: &str = "inputs.safetensors";
 /// Names, types and shapes of the outputs.
 pub const EXPECTED: &str = "expected.json";
+/// The field of the case that has the number of a rank.
+pub const RANK: &str = "rank";
 /// The outputs.
 pub const OUTPUTS: &str = "outputs.safetensors";
 
@@ -110,6 +121,8 @@ pub struct External {
     options: ExternalOptions,
     environment: Environment,
     recorder: Device,
+    /// Holds the tensors of ranks.
+    holder: Device,
     case: RefCell<Option<Case>>,
     /// Whether the next run must report how long it takes: the first one of a case.
     asks_time: Cell<bool>,
@@ -133,6 +146,8 @@ pub struct ExternalOptions {
     pub forward_only: bool,
     /// Whether its time is requested.
     pub time: bool,
+    /// Its ranks, where each has a process ([`crew::Crew`]).
+    pub ranks: Option<usize>,
     /// Where ours are timed as well, or why they are not.
     pub ours: Option<Result<Device, String>>,
     /// Another kernel: both run each case, and their bits are compared.
@@ -155,12 +170,14 @@ impl External {
             shared_bytes_per_block: 0,
         };
         let recorder = Device::recording(environment.clone(), dsv4_kernels::sources());
+        let holder = Device::holding(environment.clone(), dsv4_kernels::sources());
         let (call, case, folders) = (RefCell::new(call), RefCell::default(), RefCell::default());
         Self {
             call,
             options,
             environment,
             recorder,
+            holder,
             case,
             asks_time: Cell::default(),
             times: RefCell::default(),
@@ -181,14 +198,10 @@ impl External {
         cases: impl Iterator<Item = &'a Case>,
     ) -> Result<(), CaseError> {
         let adapter = &self.options.adapter;
-        let has = |name: &&str| operator.tensors.iter().any(|tensor| tensor.name == **name);
-        if let Some(name) = adapter.names().find(|name| !has(name)) {
-            let known = operator
-                .tensors
-                .iter()
-                .map(|tensor| tensor.name.as_str())
-                .collect::<Vec<_>>()
-                .join(", ");
+        let mut cases = cases.peekable();
+        let known = self.known_tensors(operator, cases.peek().copied())?;
+        if let Some(name) = adapter.names().find(|name| !known.iter().any(|known| known == name)) {
+            let known = known.join(", ");
             return Err(CaseError::Malformed(format!(
                 "adapter: unknown tensor `{name}`; {} has {known}",
                 operator.name
@@ -200,18 +213,38 @@ impl External {
                 return Ok(());
             }
             let prepared = registry::prepare(case)?;
-            let recorded = recorded(&*prepared, &self.recorder)
-                .map_err(|e| CaseError::Malformed(RunError::from(e).message))?;
-            let written = zeros(&*prepared);
-            let outputs = written.iter().map(|output| (output.name, &output.tensor));
-            let inputs = recorded.inputs.iter().map(|(name, tensor)| (name.as_str(), tensor));
-            for (name, tensor) in inputs.chain(outputs) {
-                adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
-                unmet.remove(name);
+            let asked = self.asked(&*prepared, RECORDING).map_err(malformed)?;
+            for Asked { inputs, outputs, .. } in &asked {
+                let outputs = outputs.iter().map(|output| (output.name, &output.tensor));
+                let inputs = inputs.iter().map(|(name, tensor)| (name.as_str(), tensor));
+                for (name, tensor) in inputs.chain(outputs) {
+                    adapter.their_form(name, tensor).map_err(CaseError::Malformed)?;
+                    unmet.remove(name);
+                }
             }
             unmet.retain(|name| !prepared.observed().contains(name));
         }
         Ok(())
+    }
+
+    /// The tensors of an operator; of ranks also those that only ranks have, as in this case.
+    fn known_tensors(
+        &self,
+        operator: &OperatorRecord,
+        case: Option<&Case>,
+    ) -> Result<Vec<String>, CaseError> {
+        let mut known: Vec<_> = operator.tensors.iter().map(|tensor| tensor.name.clone()).collect();
+        let is_asked =
+            self.options.ranks.is_some() && self.options.adapter.names().next().is_some();
+        if let Some(case) = case.filter(|_| is_asked) {
+            let asked = self.asked(&*registry::prepare(case)?, RECORDING).map_err(malformed)?;
+            for (name, _) in asked.into_iter().flat_map(|asked| asked.inputs) {
+                if !known.contains(&name) {
+                    known.push(name);
+                }
+            }
+        }
+        Ok(known)
     }
 
     /// Whether the kernel takes cases with hostile lists, as its adapter declares.
@@ -275,6 +308,78 @@ impl External {
         }
     }
 
+    /// What each process is given and is to write: one, or one for each rank.
+    fn asked(
+        &self,
+        prepared: &dyn PreparedCase,
+        contract: Contract,
+    ) -> Result<Vec<Asked>, RunError> {
+        let Some(size) = self.options.ranks else {
+            let inputs = recorded(prepared, &self.recorder)?.inputs;
+            return Ok(vec![Asked { rank: None, inputs, outputs: zeros(prepared) }]);
+        };
+        let ranks = prepared.of_ranks(&self.holder, contract)?.unwrap_or_default();
+        if ranks.len() != size {
+            let case = ranks.len();
+            return Err(RunError::error(format!("a case of {case} ranks for {size} processes")));
+        }
+        let sides: BTreeMap<_, _> =
+            prepared.written().into_iter().map(|written| (written.name, written.side)).collect();
+        let of_rank = |(rank, of): (usize, OfRank)| {
+            let outputs = of.written.into_iter().map(|(name, tensor)| {
+                let side = sides.get(name).copied().unwrap_or(Side::Forward);
+                Output { name, tensor, side }
+            });
+            Asked { rank: Some((rank, size)), inputs: of.given, outputs: outputs.collect() }
+        };
+        Ok(ranks.into_iter().enumerate().map(of_rank).collect())
+    }
+
+    /// The files of what a process is given and is to write.
+    fn request(&self, Asked { rank, inputs, mut outputs }: Asked) -> Result<Request, RunError> {
+        let adapter = &self.options.adapter;
+        outputs.retain(|output| self.why_not(output).is_none());
+        let given: WireTensors = inputs
+            .iter()
+            .map(|(name, tensor)| {
+                Ok((adapter.their_name(name).to_owned(), adapter.to_theirs(name, tensor)?))
+            })
+            .collect::<Result<_, String>>()
+            .map_err(RunError::error)?;
+        let expected = outputs
+            .iter()
+            .map(|output| {
+                let (dtype, shape) = adapter.their_form(output.name, &output.tensor)?;
+                let name = adapter.their_name(output.name).to_owned();
+                let side = match output.side {
+                    Side::Forward => "forward",
+                    Side::Gradient => "gradient",
+                };
+                Ok(ExpectedOutput { name, dtype, shape, side: side.into() })
+            })
+            .collect::<Result<_, String>>()
+            .map_err(RunError::error)?;
+        let file = wire::to_bytes(&given).map_err(RunError::error)?;
+        Ok(Request { rank, given, file, outputs, expected })
+    }
+
+    /// What processes wrote, as tensors of the case: those of one, or those of ranks put together.
+    fn whole(
+        &self,
+        prepared: &dyn PreparedCase,
+        contract: Contract,
+        mut written: Vec<Stored>,
+    ) -> Result<Stored, RunError> {
+        if self.options.ranks.is_none() {
+            return Ok(written.pop().unwrap_or_default());
+        }
+        let names: BTreeSet<_> = written.iter().flatten().map(|(name, _)| *name).collect();
+        let written = written.into_iter().map(WrittenByRank::from_iter).collect();
+        let mut whole = prepared.united(&self.holder, contract, written)?;
+        whole.retain(|(name, _)| names.contains(name));
+        Ok(whole)
+    }
+
     fn folder(&self) -> Result<Folder, RunError> {
         let failed =
             |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
@@ -284,13 +389,7 @@ impl External {
                 let number = self.folders.replace_with(|number| *number + 1);
                 let dir = dir.join(format!("{number:06}"));
                 std::fs::create_dir_all(&dir).map_err(failed)?;
-                // Outputs of an earlier sweep must not pass for outputs of this one.
-                match std::fs::remove_file(dir.join(OUTPUTS)) {
-                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                        Err(failed(error))
-                    }
-                    _ => Ok(Folder::Kept(dir)),
-                }
+                Ok(Folder::Kept(dir))
             }
         }
     }
@@ -308,6 +407,88 @@ impl Folder {
             Self::Temporary(dir) => dir.path(),
             Self::Kept(dir) => dir,
         }
+    }
+}
+
+fn malformed(error: RunError) -> CaseError {
+    CaseError::Malformed(error.message)
+}
+
+/// Tensors as they are stored, by name.
+type Stored = Vec<(&'static str, HostTensor)>;
+
+/// What one process is given and is to write.
+struct Asked {
+    /// Its rank and the number of ranks, where it is one of several.
+    rank: Option<(usize, usize)>,
+    inputs: NamedTensors,
+    outputs: Vec<Output>,
+}
+
+/// The same in the form of the process: a request of [`External::run`].
+struct Request {
+    rank: Option<(usize, usize)>,
+    given: WireTensors,
+    /// The bytes of `given` as a file.
+    file: Vec<u8>,
+    outputs: Vec<Output>,
+    expected: Vec<ExpectedOutput>,
+}
+
+impl Request {
+    /// Its folder within that of the run.
+    fn folder(&self, run: &Path) -> PathBuf {
+        self.rank.map_or_else(|| run.to_owned(), |(rank, _)| crew::folder_of(run, rank))
+    }
+
+    /// An error with the rank that it is of.
+    fn named(&self, error: RunError) -> RunError {
+        match self.rank {
+            Some((rank, ranks)) => crew::of_rank(error, rank, ranks),
+            None => error,
+        }
+    }
+
+    /// Writes its files.
+    fn put(&self, run: &Path, case: &Case, time: bool) -> Result<(), RunError> {
+        let folder = self.folder(run);
+        let failed =
+            |e: std::io::Error| RunError::error(format!("making a folder for the case: {e}"));
+        std::fs::create_dir_all(&folder).map_err(failed)?;
+        // Outputs of an earlier sweep must not pass for outputs of this one.
+        match std::fs::remove_file(folder.join(OUTPUTS)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(failed(error));
+            }
+            _ => {}
+        }
+        let mut case = case.clone();
+        if let Some((rank, _)) = self.rank {
+            case.fields.insert(RANK.into(), rank.into());
+        }
+        write(&folder, CASE, &to_json(&case)?)?;
+        write(&folder, INPUTS, &self.file)?;
+        write(&folder, EXPECTED, &to_json(&Expected { tensors: self.expected.clone(), time })?)
+    }
+
+    /// What the process wrote, in our form, and which inputs it changed.
+    fn take(&self, run: &Path, adapter: &Adapter) -> Result<(Stored, Vec<Violation>), RunError> {
+        let Self { given, file, outputs, expected, .. } = self;
+        let folder = self.folder(run);
+        let written = read_outputs(&folder, expected, given)?;
+        let mut violations =
+            changed_inputs(&folder, file, given, &written, expected).map_err(RunError::fail)?;
+        if let Some((rank, _)) = self.rank {
+            violations
+                .iter_mut()
+                .for_each(|violation| violation.buffer += &format!(" of rank {rank}"));
+        }
+        let ours = |(output, form): (&Output, &ExpectedOutput)| {
+            let theirs = &written[&form.name];
+            Ok((output.name, adapter.to_ours(output.name, theirs, &output.tensor)?))
+        };
+        let ours = outputs.iter().zip(expected).map(ours).collect::<Result<_, String>>();
+        Ok((ours.map_err(RunError::fail)?, violations))
     }
 }
 
@@ -391,57 +572,36 @@ impl Runner for External {
         &self,
         prepared: &dyn PreparedCase,
         _exact: &[OracleTensor],
-        _contract: Contract,
+        contract: Contract,
     ) -> Result<KernelRun, RunError> {
         let adapter = &self.options.adapter;
-        let inputs = recorded(prepared, &self.recorder)?.inputs;
-        let (outputs, left_out): (Vec<_>, Vec<_>) =
-            zeros(prepared).into_iter().partition(|output| self.why_not(output).is_none());
-        let lacks = left_out.iter().any(|output| output.side == Side::Forward);
+        let requests = self.asked(prepared, contract)?.into_iter();
+        let requests = requests.map(|asked| self.request(asked)).collect::<Result<Vec<_>, _>>()?;
+        let lacks = zeros(prepared)
+            .iter()
+            .any(|output| output.side == Side::Forward && self.why_not(output).is_some());
         let stored = prepared.written().into_iter().map(|written| written.name);
         self.stored_alone.replace(lacks.then(|| stored.collect()));
-        let given: WireTensors = inputs
-            .iter()
-            .map(|(name, tensor)| {
-                Ok((adapter.their_name(name).to_owned(), adapter.to_theirs(name, tensor)?))
-            })
-            .collect::<Result<_, String>>()
-            .map_err(RunError::error)?;
-        let expected = outputs
-            .iter()
-            .map(|output| {
-                let (dtype, shape) = adapter.their_form(output.name, &output.tensor)?;
-                let name = adapter.their_name(output.name).to_owned();
-                let side = match output.side {
-                    Side::Forward => "forward",
-                    Side::Gradient => "gradient",
-                };
-                Ok(ExpectedOutput { name, dtype, shape, side: side.into() })
-            })
-            .collect::<Result<Vec<_>, String>>()
-            .map_err(RunError::error)?;
         let folder = self.folder()?;
         let time = self.asks_time.take();
         let case = prepared.case().or_else(|| self.case.borrow().clone());
         let case = case.ok_or_else(|| RunError::error("it is not known which case this is"))?;
-        let input_bytes = wire::to_bytes(&given).map_err(RunError::error)?;
-        write(folder.path(), CASE, &to_json(&case)?)?;
-        write(folder.path(), INPUTS, &input_bytes)?;
-        write(folder.path(), EXPECTED, &to_json(&Expected { tensors: expected.clone(), time })?)?;
+        for request in &requests {
+            request.put(folder.path(), &case, time)?;
+        }
         let reply = self.call.borrow_mut().call(folder.path())?;
         adapter.hold_kernel(&case, reply.kernel.as_deref()).map_err(RunError::fail)?;
         if time {
             self.times.replace(self.times_of(prepared, reply.seconds));
         }
-        let written = read_outputs(folder.path(), &expected, &given)?;
-        let violations = changed_inputs(folder.path(), &input_bytes, &given, &written, &expected)
-            .map_err(RunError::fail)?;
-        let ours = |(output, form): (&Output, &ExpectedOutput)| {
-            let theirs = &written[&form.name];
-            Ok((output.name, adapter.to_ours(output.name, theirs, &output.tensor)?))
-        };
-        let stored = outputs.iter().zip(&expected).map(ours).collect::<Result<_, String>>();
-        let tensors = prepared.compared(stored.map_err(RunError::fail)?);
+        let (mut written, mut violations) = (Vec::new(), Vec::new());
+        for request in &requests {
+            let (tensors, found) =
+                request.take(folder.path(), adapter).map_err(|error| request.named(error))?;
+            written.push(tensors);
+            violations.extend(found);
+        }
+        let tensors = prepared.compared(self.whole(prepared, contract, written)?);
         let ran = reply.kernel.unwrap_or_else(|| "external".into());
         Ok(KernelRun { tensors, violations, paths: vec![ran] })
     }
@@ -506,10 +666,12 @@ impl Runner for External {
     }
 
     fn cannot_vary(&self, variant: &dyn PreparedCase) -> Option<&'static str> {
-        variant
-            .case()
-            .is_none()
-            .then_some("the operator does not say with which scalars the variant goes")
+        let Some(case) = variant.case() else {
+            return Some("the operator does not say with which scalars the variant goes");
+        };
+        let ranks = case.fields.get("ranks").and_then(|ranks| ranks.as_u64());
+        (self.options.ranks.is_some_and(|own| ranks != Some(own as u64)))
+            .then_some("its variant has another number of ranks than --ranks")
     }
 }
 
@@ -594,6 +756,9 @@ pub fn answer(folder: &Path, device: &Device) -> Result<(), String> {
     let read =
         |name: &str| std::fs::read_to_string(folder.join(name)).map_err(|e| format!("{name}: {e}"));
     let case = Case::parse(&read(CASE)?).map_err(|e| e.to_string())?;
+    if let Some(rank) = case.fields.get(RANK) {
+        return Err(format!("rank {rank} is asked (--ranks); this worker has the tensors of all"));
+    }
     let expected: Expected =
         serde_json::from_str(&read(EXPECTED)?).map_err(|e| format!("{EXPECTED}: {e}"))?;
     let prepared = registry::prepare(&case).map_err(|e| e.to_string())?;

@@ -1,12 +1,13 @@
 //! Processes that answer requests: one for each run of a case, or one worker for all. Neither
 //! outlives its time limit. Nothing that they start outlives them or this process
-//! ([`dsv4_runtime::supervisor`]).
+//! ([`dsv4_runtime::supervisor`]). [`super::crew`] has one of them for each rank.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -26,7 +27,9 @@ const LAST_LINES: usize = 6;
 /// Longest line that is read at once, in bytes.
 const LINE: u64 = 1 << 16;
 /// How long to wait for a process that closed its output, and for the output of one that ended.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+pub(super) const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long a wait does not look whether it was stopped.
+const STEP: Duration = Duration::from_millis(20);
 /// Lines that a worker may write before they are read. A worker with endless output waits, and
 /// takes no memory here.
 const AHEAD: usize = 4;
@@ -67,18 +70,73 @@ pub struct Reply {
     pub kernel: Option<String>,
 }
 
+/// Variables of a command's environment, beside those of this process.
+pub(super) type Variables = Vec<(&'static str, String)>;
+
+/// Ends the waits of calls on other threads.
+#[derive(Clone, Default)]
+pub(super) struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    pub fn set(&self, stopped: bool) {
+        self.0.store(stopped, Ordering::Relaxed);
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What kind of failure leaves a request without a reply, the most telling first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Cause {
+    /// The process ended.
+    Ended,
+    /// It answered an error, or no answer.
+    Answered,
+    /// It answered that it does not support such a case.
+    Unsupported,
+    /// It did not answer within the time limit.
+    Late,
+    /// The wait was stopped.
+    Stopped,
+}
+
+/// Why a request has no reply.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub cause: Cause,
+    pub error: RunError,
+    /// How long a worker ran that ended during its first request.
+    pub unproven: Option<Duration>,
+}
+
+impl Failure {
+    fn new(cause: Cause, error: RunError) -> Self {
+        Self { cause, error, unproven: None }
+    }
+
+    /// An answer that is no reply.
+    fn of_answer(error: RunError) -> Self {
+        let cause = if error.unsupported { Cause::Unsupported } else { Cause::Answered };
+        Self::new(cause, error)
+    }
+}
+
 /// A command that is run once for each request, with `{dir}` replaced by the folder.
 pub struct OneShot {
-    /// The command, for `sh -c`.
-    pub command: String,
-    /// How long one request may take.
-    pub time_limit: Duration,
+    command: String,
+    time_limit: Duration,
+    pub(super) variables: Variables,
+    pub(super) stop: Stop,
 }
 
 /// A command that is started once and answers a line for each line that it gets.
 pub struct Worker {
     command: String,
     time_limit: Duration,
+    pub(super) variables: Variables,
+    pub(super) stop: Stop,
     running: Option<Running>,
     /// Whether it is known to start: it has answered, or it waits for a request.
     starts: bool,
@@ -149,9 +207,9 @@ fn each_line(stream: impl Read, mut take: impl FnMut(String) -> bool) {
 }
 
 /// Starts a command in a shell, with its output and its errors piped.
-fn start(command: &str, stdin: Stdio) -> Result<Supervised, RunError> {
+fn start(command: &str, variables: &Variables, stdin: Stdio) -> Result<Supervised, RunError> {
     let mut shell = Command::new("sh");
-    shell.arg("-c").arg(command);
+    shell.arg("-c").arg(command).envs(variables.iter().map(|(name, value)| (name, value)));
     Supervised::spawn(&shell, [stdin, Stdio::piped(), Stdio::piped()])
         .map_err(|e| RunError::error(format!("starting sh: {e}")))
 }
@@ -235,50 +293,90 @@ fn hint(status: ExitStatus, said: &str) -> String {
     }
 }
 
-impl Call for OneShot {
-    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
+/// Waits up to a limit, in steps that look whether the wait was stopped. `step` returns nothing
+/// where its own time is over.
+fn wait<T>(
+    limit: Duration,
+    stop: &Stop,
+    mut step: impl FnMut(Duration) -> Option<T>,
+) -> Result<T, Cause> {
+    let begun = Instant::now();
+    loop {
+        let left = limit.saturating_sub(begun.elapsed());
+        match step(left.min(STEP)) {
+            Some(found) => return Ok(found),
+            None if stop.is_set() => return Err(Cause::Stopped),
+            None if left.is_zero() => return Err(Cause::Late),
+            None => {}
+        }
+    }
+}
+
+/// What is said of a process that was ended because of its cause.
+fn killed_for(cause: Cause, time_limit: Duration) -> String {
+    match cause {
+        Cause::Late => format!("was killed at the time limit of {} s", time_limit.as_secs_f64()),
+        _ => "was ended".to_owned(),
+    }
+}
+
+impl OneShot {
+    /// A command, for `sh -c`, and how long one request may take.
+    pub fn new(command: String, time_limit: Duration) -> Self {
+        Self { command, time_limit, variables: Variables::new(), stop: Stop::default() }
+    }
+
+    pub(super) fn answer(&mut self, folder: &Path) -> Result<Reply, Failure> {
         let folder = quoted(&folder.display().to_string());
-        let mut command = start(&self.command.replace("{dir}", &folder), Stdio::null())?;
+        let text = self.command.replace("{dir}", &folder);
+        let mut command = start(&text, &self.variables, Stdio::null())
+            .map_err(|error| Failure::new(Cause::Ended, error))?;
         let (_, stdout, stderr) = command.take_streams();
         let streams: [Option<Box<dyn Read + Send>>; 2] = [
             stdout.map(|s| Box::new(s) as Box<dyn Read + Send>),
             stderr.map(|s| Box::new(s) as Box<dyn Read + Send>),
         ];
         let words = Words::of(streams.into_iter().flatten().collect());
-        let status = command.wait_within(self.time_limit);
+        let ended = wait(self.time_limit, &self.stop, |step| command.wait_within(step).transpose());
         // Processes that the command left running are ended, too.
         command.end();
-        match status {
-            Ok(Some(status)) if status.success() => words
-                .heard()
-                .answer
-                .take()
-                .and_then(|line| Answer::read(&line))
-                .unwrap_or_else(|| Ok(Reply::default())),
-            // The exit code that a shell reports for a program that it cannot run: no case is the
-            // reason.
-            Ok(Some(status)) if matches!(status.code(), Some(126 | 127)) => {
-                let (ending, said) = (ending(status), words.last());
-                let message = format!(
-                    "the command cannot start: {ending}{said}\n  hint: {}",
-                    hint(status, &said)
-                );
-                Err(RunError { untestable: true, ..RunError::error(message) })
+        match ended {
+            Ok(Ok(status)) => of_status(status, &words),
+            Ok(Err(error)) => {
+                let error = RunError::error(format!("waiting for the command: {error}"));
+                Err(Failure::new(Cause::Ended, error))
             }
-            Ok(Some(status)) => Err(RunError::error(format!(
-                "the command ended with {}{}",
-                ending(status),
-                words.last()
-            ))),
-            Ok(None) => {
-                let seconds = self.time_limit.as_secs_f64();
-                Err(RunError::error(format!(
-                    "the command was killed at the time limit of {seconds} s{}",
-                    words.last()
-                )))
+            Err(cause) => {
+                let what = killed_for(cause, self.time_limit);
+                let error = RunError::error(format!("the command {what}{}", words.last()));
+                Err(Failure::new(cause, error))
             }
-            Err(error) => Err(RunError::error(format!("waiting for the command: {error}"))),
         }
+    }
+}
+
+/// The answer of a command that has ended.
+fn of_status(status: ExitStatus, words: &Words) -> Result<Reply, Failure> {
+    if status.success() {
+        let answer = words.heard().answer.take().and_then(|line| Answer::read(&line));
+        return answer.unwrap_or_else(|| Ok(Reply::default())).map_err(Failure::of_answer);
+    }
+    let (ending, said) = (ending(status), words.last());
+    // The exit code that a shell reports for a program that it cannot run: no case is the reason.
+    let untestable = matches!(status.code(), Some(126 | 127));
+    let message = match untestable {
+        true => {
+            let hint = hint(status, &said);
+            format!("the command cannot start: {ending}{said}\n  hint: {hint}")
+        }
+        false => format!("the command ended with {ending}{said}"),
+    };
+    Err(Failure::new(Cause::Ended, RunError { untestable, ..RunError::error(message) }))
+}
+
+impl Call for OneShot {
+    fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
+        self.answer(folder).map_err(|failure| failure.error)
     }
 }
 
@@ -292,8 +390,8 @@ struct Running {
 }
 
 impl Running {
-    fn start(command: &str) -> Result<Self, RunError> {
-        let mut process = start(command, Stdio::piped())?;
+    fn start(command: &str, variables: &Variables) -> Result<Self, RunError> {
+        let mut process = start(command, variables, Stdio::piped())?;
         let (Some(requests), Some(stdout), Some(stderr)) = process.take_streams() else {
             return Err(RunError::error("the worker has no standard streams"));
         };
@@ -343,39 +441,52 @@ impl Running {
 impl Worker {
     /// A worker that is started with the first request.
     pub fn new(command: String, time_limit: Duration) -> Self {
-        Self { command, time_limit, running: None, starts: false }
+        let (variables, stop) = (Variables::new(), Stop::default());
+        Self { command, time_limit, variables, stop, running: None, starts: false }
     }
 
-    /// The error of a worker that ended during its first request. If it ends without a request as
-    /// well, it is the error of a worker that cannot start. That is tried once, for twice the time
-    /// that the worker ran.
-    fn ended(&mut self, worker: Running) -> RunError {
+    /// Ends the process, if it runs. The next request starts another one.
+    pub(super) fn end(&mut self) {
+        self.running = None;
+    }
+
+    /// Whether the process runs and has not ended by itself.
+    pub(super) fn runs(&mut self) -> bool {
+        let ended = |worker: &mut Running| {
+            matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_)))
+        };
+        self.running.as_mut().is_some_and(|worker| !ended(worker))
+    }
+
+    /// The error of a worker that cannot start, if it ends within this time without a request.
+    pub(super) fn ends_idle_within(&mut self, limit: Duration) -> Option<RunError> {
+        let mut idle = self.running.take()?;
+        match idle.process.wait_within(limit) {
+            Ok(Some(status)) => {
+                self.starts = false;
+                Some(idle.cannot_start(status))
+            }
+            _ => None,
+        }
+    }
+
+    /// The failure of a worker that ended during a request.
+    fn ended(&mut self, worker: Running) -> Failure {
         let lived = worker.begun.elapsed();
-        let error = worker.failed("ended");
-        if std::mem::replace(&mut self.starts, true) {
-            return error;
-        }
-        match Running::start(&self.command) {
-            Ok(mut idle) => match idle.process.wait_within(LAST_WORDS.max(2 * lived)) {
-                Ok(Some(status)) => {
-                    self.starts = false;
-                    idle.cannot_start(status)
-                }
-                _ => error,
-            },
-            Err(error) => error,
-        }
+        let unproven = (!std::mem::replace(&mut self.starts, true)).then_some(lived);
+        Failure { unproven, ..Failure::new(Cause::Ended, worker.failed("ended")) }
     }
 
-    fn request(&mut self, folder: &Path) -> Result<Reply, RunError> {
+    pub(super) fn answer(&mut self, folder: &Path) -> Result<Reply, Failure> {
         let mut worker = match self.running.take() {
             Some(worker) => worker,
-            None => Running::start(&self.command)?,
+            None => Running::start(&self.command, &self.variables)
+                .map_err(|error| Failure::new(Cause::Ended, error))?,
         };
         match worker.answers.try_recv() {
             Ok(line) => {
-                return Err(worker
-                    .killed(&format!("wrote `{line}` to its standard output without a request")));
+                let what = format!("wrote `{line}` to its standard output without a request");
+                return Err(Failure::of_answer(worker.killed(&what)));
             }
             Err(TryRecvError::Disconnected) => return Err(self.ended(worker)),
             Err(TryRecvError::Empty) => {}
@@ -389,25 +500,33 @@ impl Worker {
         {
             return Err(self.ended(worker));
         }
-        let line = match worker.answers.recv_timeout(self.time_limit) {
-            Ok(line) => line,
-            Err(RecvTimeoutError::Disconnected) => return Err(self.ended(worker)),
-            Err(RecvTimeoutError::Timeout) => {
-                let seconds = self.time_limit.as_secs_f64();
-                return Err(worker.killed(&format!("was killed at the time limit of {seconds} s")));
-            }
+        let next = |step| match worker.answers.recv_timeout(step) {
+            Ok(line) => Some(Some(line)),
+            Err(RecvTimeoutError::Disconnected) => Some(None),
+            Err(RecvTimeoutError::Timeout) => None,
         };
+        match wait(self.time_limit, &self.stop, next) {
+            Ok(Some(line)) => self.read(&line, worker),
+            Ok(None) => Err(self.ended(worker)),
+            Err(cause) => {
+                Err(Failure::new(cause, worker.killed(&killed_for(cause, self.time_limit))))
+            }
+        }
+    }
+
+    /// The answer of a line.
+    fn read(&mut self, line: &str, worker: Running) -> Result<Reply, Failure> {
         self.starts = true;
-        match Answer::read(&line) {
+        match Answer::read(line) {
             Some(answer) => {
                 self.running = Some(worker);
-                answer
+                answer.map_err(Failure::of_answer)
             }
             None => {
                 let start: String = line.chars().take(REASON).collect();
-                Err(worker.killed(&format!(
+                Err(Failure::of_answer(worker.killed(&format!(
                     "answered `{start}`, not {{\"ok\":true}}, {{\"error\":…}} or {{\"unsupported\":…}}"
-                )))
+                ))))
             }
         }
     }
@@ -415,7 +534,7 @@ impl Worker {
 
 impl Call for Worker {
     fn start(&mut self) -> Result<(), RunError> {
-        self.running = Some(Running::start(&self.command)?);
+        self.running = Some(Running::start(&self.command, &self.variables)?);
         Ok(())
     }
 
@@ -433,13 +552,18 @@ impl Call for Worker {
     fn call(&mut self, folder: &Path) -> Result<Reply, RunError> {
         // A worker that ended between two requests, after it answered the first, is not a failure
         // of the second.
-        if self.starts
-            && self.running.as_mut().is_some_and(|worker| {
-                matches!(worker.process.wait_within(Duration::ZERO), Ok(Some(_)))
-            })
-        {
-            self.running = None;
+        if self.starts && !self.runs() {
+            self.end();
         }
-        self.request(folder)
+        let failure = match self.answer(folder) {
+            Ok(reply) => return Ok(reply),
+            Err(failure) => failure,
+        };
+        // If it ended during its first request and ends without a request as well, it cannot start.
+        // That is tried once, for twice the time that it ran.
+        let Some(lived) = failure.unproven else { return Err(failure.error) };
+        self.start()?;
+        let cannot_start = self.ends_idle_within(LAST_WORDS.max(2 * lived));
+        Err(cannot_start.unwrap_or(failure.error))
     }
 }

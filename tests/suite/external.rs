@@ -99,7 +99,7 @@ pub fn assert_agrees(record: &CaseRecord) {
 }
 
 /// A case whose run failed, with all of `needles` in the message.
-fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
+pub fn assert_no_outputs(record: &CaseRecord, verdict: Verdict, needles: &[&str]) {
     assert_eq!(
         failures(record),
         [("launch".to_owned(), String::new(), verdict)],
@@ -533,10 +533,10 @@ pub fn folder() -> tempfile::TempDir {
 
 fn one_shot(command: &str, time_limit: Duration) -> RunError {
     let (dir, command) = (folder(), command.to_owned());
-    OneShot { command, time_limit }.call(dir.path()).expect_err("it failed")
+    OneShot::new(command, time_limit).call(dir.path()).expect_err("it failed")
 }
 
-fn assert_says(error: &RunError, needles: &[&str]) {
+pub fn assert_says(error: &RunError, needles: &[&str]) {
     assert_eq!(error.verdict, Verdict::Error);
     for needle in needles {
         assert!(error.message.contains(needle), "`{needle}` is not in `{}`", error.message);
@@ -544,14 +544,14 @@ fn assert_says(error: &RunError, needles: &[&str]) {
 }
 
 /// Whether a process runs; a zombie does not.
-fn is_alive(pid: &str) -> bool {
+pub fn is_alive(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
     stat.rsplit(')')
         .next()
         .is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
 }
 
-fn assert_dies(pid: &str) {
+pub fn assert_dies(pid: &str) {
     let start = Instant::now();
     while is_alive(pid) {
         assert!(start.elapsed() < Duration::from_secs(5), "process {pid} is still alive");
@@ -580,9 +580,8 @@ fn a_command_that_hangs_is_killed_with_its_children() {
     let dir = folder();
     let command = "sleep 300 & echo $! > {dir}/child; echo waiting >&2; sleep 300".to_owned();
     let start = Instant::now();
-    let error = OneShot { command, time_limit: Duration::from_millis(300) }
-        .call(dir.path())
-        .expect_err("it hangs");
+    let error =
+        OneShot::new(command, Duration::from_millis(300)).call(dir.path()).expect_err("it hangs");
     assert_says(&error, &["time limit of 0.3 s", "waiting"]);
     assert!(start.elapsed() < Duration::from_secs(10), "it was waited for");
     assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
@@ -592,14 +591,18 @@ fn a_command_that_hangs_is_killed_with_its_children() {
 fn what_a_command_leaves_running_is_ended_when_it_succeeds() {
     let dir = folder();
     let command = "sleep 300 & echo $! > {dir}/child".to_owned();
-    OneShot { command, time_limit: LIMIT }.call(dir.path()).expect("it succeeds");
+    OneShot::new(command, LIMIT).call(dir.path()).expect("it succeeds");
     assert_dies(&std::fs::read_to_string(dir.path().join("child")).expect("the child started"));
 }
 
-/// A worker that is a shell script; `$dir` is the folder of its request.
-fn worker(script: &str, time_limit: Duration) -> Worker {
+/// A shell script that answers requests; `$dir` is the folder of the last one.
+pub fn script(text: &str) -> String {
     let read = r#"request() { read -r line || exit 0; dir=${line#*:\"}; dir=${dir%\"*}; }"#;
-    Worker::new(format!("{read}\n{script}"), time_limit)
+    format!("{read}\n{text}")
+}
+
+fn worker(text: &str, time_limit: Duration) -> Worker {
+    Worker::new(script(text), time_limit)
 }
 
 #[test]
@@ -678,7 +681,7 @@ fn a_worker_that_hangs_is_killed_and_one_that_babbles_is_not_believed() {
 
 /// Starts processes that would survive: one in its group, one in a separate session, and one whose
 /// parent has ended. Each writes its id to `pids`.
-const LINGER: &str = r#"
+pub const LINGER: &str = r#"
     echo $$ >> "$PIDS"
     sleep 300 & echo $! >> "$PIDS"
     (trap '' TERM INT HUP; exec setsid sh -c 'echo $$ >> "$PIDS"; sleep 300; :') &
@@ -688,7 +691,7 @@ const LINGER: &str = r#"
 
 /// Ends the harness in this way while its child processes still run: then none of them runs, and no
 /// temporary file is left.
-fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
+pub fn assert_leaves_nothing(arguments: &[&str], environment: &[(&str, &Path)], end: &str) {
     let dir = folder();
     let (pids, temporary) = (dir.path().join("pids"), dir.path().join("temporary"));
     std::fs::create_dir(&temporary).unwrap();
