@@ -89,7 +89,7 @@ const NAMED: [(Check, &str); 23] = [
 ];
 
 /// What the name of a law's check starts with.
-const LAW: &str = "law: ";
+pub(crate) const LAW: &str = "law: ";
 
 impl Check {
     /// The check of the law of this name. The law `independence` is a check of its own.

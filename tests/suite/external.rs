@@ -17,7 +17,7 @@ use dsv4_parity::judge::checks::CheckOptions;
 use dsv4_parity::judge::runner::RunError;
 use dsv4_parity::operator::Profile;
 use dsv4_parity::operators::registry;
-use dsv4_parity::record::{CaseRecord, CheckRecord, Origin, Report, Seen, Skip, Verdict};
+use dsv4_parity::record::{CaseRecord, Check, CheckRecord, Origin, Report, Seen, Skip, Verdict};
 use dsv4_parity::sweep;
 
 use crate::command_line::{Parity, binary};
@@ -904,6 +904,31 @@ fn diff_still_sees_a_check_that_an_external_report_lost_without_saying_why() {
     let output = Parity::new(&["diff", &base, &write("less.json", &head)]).run();
     output.assert_code(1);
     assert!(output.stdout.contains("guards"), "{}", output.stdout);
+}
+
+#[test]
+fn laws_that_head_checks_in_turn_are_lost_only_where_it_does_not_say_so() {
+    let dir = folder();
+    let write = |name: &str, report: &Report| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, serde_json::to_string(report).unwrap()).unwrap();
+        path.display().to_string()
+    };
+    let mut base = crate::diff::report();
+    let law = |case: &mut CaseRecord| {
+        let mut law = case.checks[0].clone();
+        law.check = Check::law("weights scale once");
+        case.checks.push(law);
+    };
+    base.cases.iter_mut().for_each(law);
+    let mut head = crate::diff::report();
+    let base = write("base.json", &base);
+    let output = Parity::new(&["diff", &base, &write("silent.json", &head)]).run();
+    output.assert_code(1);
+    assert!(output.stdout.contains("weights scale once"), "{}", output.stdout);
+    let why = "a sweep on the emulator checks a third of them, in turn".into();
+    head.cases[0].skips.push(Skip { what: "laws".into(), why, count: 3 });
+    Parity::new(&["diff", &base, &write("said.json", &head)]).run().assert_code(0);
 }
 
 #[test]
