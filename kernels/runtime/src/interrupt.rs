@@ -1,4 +1,5 @@
-//! Handling of an interrupt of this process by a person (SIGINT).
+//! Handling of an interrupt of this process by a person (SIGINT), and of signals to all processes of
+//! a job.
 
 use std::io::{self, Read as _};
 use std::os::fd::{FromRawFd as _, IntoRawFd as _, OwnedFd};
@@ -47,4 +48,27 @@ pub fn on_interrupt(then: impl FnOnce() + Send + 'static) -> io::Result<()> {
         libc::SIG_ERR => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
+}
+
+/// Signals by which a job's manager tells all processes of a job to end, or what else its user has
+/// sent them.
+const OF_JOBS: [libc::c_int; 5] =
+    [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
+
+extern "C" fn outlived(_signal: libc::c_int) {}
+
+/// From now on this process outlives signals to all processes of a job: another one decides for it.
+/// Child processes handle them as before, which they would not if the signals were ignored.
+///
+/// # Errors
+/// Errors of the system.
+pub fn outlive_signals() -> io::Result<()> {
+    for signal in OF_JOBS {
+        let handler = outlived as extern "C" fn(libc::c_int);
+        // SAFETY: the handler does nothing.
+        if unsafe { libc::signal(signal, handler as libc::sighandler_t) } == libc::SIG_ERR {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }

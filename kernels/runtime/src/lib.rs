@@ -29,6 +29,7 @@ pub mod remote;
 mod serial;
 pub mod source;
 pub mod supervisor;
+pub mod tasks;
 pub mod tensor;
 pub mod tensor_map;
 #[cfg(test)]

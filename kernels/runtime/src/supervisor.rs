@@ -193,6 +193,34 @@ impl Supervised {
         Ok(self.ended)
     }
 
+    /// Waits for the command and the end of all processes that it started; `None` when the other
+    /// end of `stream` is closed first.
+    ///
+    /// # Errors
+    /// Errors of the system.
+    pub(super) fn wait_unless_closed(
+        &mut self,
+        stream: &UnixStream,
+    ) -> io::Result<Option<ExitStatus>> {
+        let awaited = |stream: &UnixStream, events| libc::pollfd {
+            fd: stream.as_raw_fd(),
+            events,
+            revents: 0,
+        };
+        let mut both = [
+            awaited(&self.connection, libc::POLLIN | libc::POLLRDHUP),
+            awaited(stream, libc::POLLRDHUP),
+        ];
+        // SAFETY: two valid entries.
+        while unsafe { libc::poll(both.as_mut_ptr(), 2, -1) } == -1 {
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+        if both[0].revents != 0 { self.wait_within(PATIENCE) } else { Ok(None) }
+    }
+
     /// Ends the command, if it has not ended, with all processes that it started.
     pub fn end(&mut self) {
         // It may have ended.

@@ -217,6 +217,14 @@ pub fn device_uuid() -> Result<String> {
     driver::device_uuid(chosen_device()?)
 }
 
+/// The ids of all devices, by their numbers.
+///
+/// # Errors
+/// As [`device_count`].
+pub fn device_uuids() -> Result<Vec<String>> {
+    (0..device_count()?).map(driver::device_uuid).collect()
+}
+
 /// Modules that a cache lacks, ready to be compiled into it. Needs no GPU. A module that is
 /// compiled on any machine for a device's [`Environment::target`] is found by the device, if
 /// source, defines, options and NVRTC are the same.

@@ -15,8 +15,8 @@ mod tests;
 use std::collections::HashSet;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, AsRawFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
@@ -30,8 +30,9 @@ use super::backend::{
 use super::error::{Result, RuntimeError};
 use super::matrix::{MatrixLibrary, MatrixProduct};
 use super::source::SourceTree;
+use super::tasks::Tasks;
 use super::tensor_map::{MapWords, TensorMap};
-use super::worker::process::Process;
+use super::worker::process::{Ender, Process};
 use super::worker::program::Job;
 use super::world::Call;
 use super::world::meeting::{Meeting, Seat};
@@ -55,13 +56,20 @@ pub(super) struct Place {
     pub meeting: Option<i32>,
 }
 
+/// The job of a rank's process, with the descriptor of the memory in which ranks meet.
+pub(super) fn job_of_rank(meeting: Option<i32>) -> io::Result<Job> {
+    Job::new(JOB, Place { meeting })
+}
+
 /// A rank's part of a crew of processes.
 #[derive(Clone)]
 pub struct Rank {
     /// Where the ranks meet.
     pub meeting: Arc<Meeting>,
-    /// The number of its GPU; `None` for the chosen one.
+    /// The number of its GPU, among those that its process sees; `None` for the chosen one.
     pub ordinal: Option<u32>,
+    /// The task that starts its process; `None` for this one.
+    pub task: Option<(&'static Tasks, usize)>,
 }
 
 /// Options of a device in another process.
@@ -92,9 +100,9 @@ struct Remote {
     cache_dir: PathBuf,
     options: RemoteOptions,
     rank: Option<Rank>,
-    /// The number of the running process, 0 if there is none: it can be killed while others wait
-    /// for its answer.
-    running: AtomicU32,
+    /// The number of the running process, if there is one, and what ends it while others wait for
+    /// its answer.
+    running: Mutex<Option<(u32, Ender)>>,
     state: Mutex<State>,
 }
 
@@ -149,7 +157,14 @@ impl RemoteBackend {
 
     /// The number of the running process.
     pub fn process(&self) -> Option<u32> {
-        Some(self.remote.running.load(Ordering::Acquire)).filter(|&id| id != 0)
+        self.remote.running().as_ref().map(|(id, _)| *id)
+    }
+
+    /// Kills the running process. Whoever waits for its answer gets an error.
+    pub fn kill(&self) {
+        if let Some((_, ender)) = &*self.remote.running() {
+            ender.end();
+        }
     }
 
     /// A name for a new world of the device's library of collectives.
@@ -234,17 +249,28 @@ impl Remote {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    fn running(&self) -> MutexGuard<'_, Option<(u32, Ender)>> {
+        self.running.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Starts a process, in the task of a rank.
+    fn process(&self) -> io::Result<Process> {
+        let meeting = self.rank.as_ref().and_then(|rank| rank.meeting.file());
+        match (self.rank.as_ref().and_then(|rank| rank.task), meeting) {
+            (Some((tasks, task)), Some(meeting)) => Process::start_in(tasks, task, meeting.as_fd()),
+            (_, meeting) => {
+                let meeting = meeting.map(AsRawFd::as_raw_fd);
+                Process::start(job_of_rank(meeting)?, meeting.as_slice(), None)
+            }
+        }
+    }
+
     /// Starts a process, and opens the device in it.
     fn start(&self, state: &mut State) -> Result<(Environment, bool)> {
         let doing = |error| RuntimeError::system("starting a process for the device", error);
         state.started += 1;
-        let place =
-            Place { meeting: self.rank.as_ref().and_then(|rank| rank.meeting.descriptor()) };
-        let passed: Vec<i32> = place.meeting.into_iter().collect();
-        let process = Job::new(JOB, place)
-            .and_then(|job| Process::start(job, &passed, None))
-            .map_err(doing)?;
-        self.running.store(process.id(), Ordering::Release);
+        let process = self.process().map_err(doing)?;
+        *self.running() = Some((process.id(), process.ender().map_err(doing)?));
         state.process = Some(process);
         let ordinal = self.rank.as_ref().and_then(|rank| rank.ordinal);
         let open = Request::Open { kind: self.kind, cache_dir: self.cache_dir.clone(), ordinal };
@@ -307,7 +333,7 @@ impl Remote {
 
     /// Marks the process as unusable.
     fn lose(&self, state: &mut State) {
-        self.running.store(0, Ordering::Release);
+        *self.running() = None;
         state.lose();
     }
 

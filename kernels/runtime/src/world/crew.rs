@@ -3,7 +3,8 @@
 //! A rank's work runs on a thread here, as for any device in another process
 //! ([`RemoteBackend`]). What its device does, and its part of each collective, runs in the rank's
 //! process. If one rank fails, all others end: no rank waits for it, and the next world has new
-//! processes.
+//! processes. Where Slurm has started this process as one of several [tasks], each rank's process is
+//! in the task of its number.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,6 +20,7 @@ use crate::cuda;
 use crate::error::{Result, RuntimeError};
 use crate::process::variable;
 use crate::remote::{Rank, RemoteBackend, RemoteOptions};
+use crate::tasks::{self, Tasks};
 
 /// How long the other ranks may take to end once one has failed; then they are killed.
 const GRACE: Duration = Duration::from_secs(2);
@@ -37,6 +39,8 @@ pub struct Ranks {
     kind: BackendKind,
     cache_dir: PathBuf,
     options: RemoteOptions,
+    /// Where the processes are, if not in this process's task.
+    tasks: Option<&'static Tasks>,
     crew: Mutex<Option<Crew>>,
 }
 
@@ -68,25 +72,53 @@ pub struct Member {
 }
 
 impl Ranks {
-    /// Ranks with devices of this kind. Their processes start at the first use.
+    /// Ranks with devices of this kind. Their processes start at the first use, in the tasks that
+    /// this process has joined.
     pub fn new(kind: BackendKind, cache_dir: PathBuf, options: RemoteOptions) -> Self {
-        Self { kind, cache_dir, options, crew: Mutex::default() }
+        Self { kind, cache_dir, options, tasks: tasks::joined(), crew: Mutex::default() }
     }
 
     /// How the collectives of `size` ranks move tensors: by NCCL where each has a GPU of its own
-    /// and there is the library, otherwise by shared memory. `PARITY_WORLD` demands one.
+    /// and there is the library, otherwise by shared memory. `PARITY_WORLD` demands one. GPUs of
+    /// several tasks are told apart by their ids: two tasks may see the same one.
     ///
     /// # Errors
     /// A `PARITY_WORLD` that is neither `nccl` nor `shared`, and one that cannot be had here;
-    /// [`RuntimeError::TooLarge`] for more ranks than GPUs, where it demands NCCL.
+    /// [`RuntimeError::TooLarge`] for more ranks than tasks, and for more than GPUs, where it
+    /// demands NCCL.
     pub fn means(&self, size: usize) -> Result<Means> {
+        if let Some(tasks) = self.tasks.filter(|tasks| size > tasks.count()) {
+            return Err(RuntimeError::TooLarge {
+                name: "world".into(),
+                needed: size,
+                limit: tasks.count(),
+                of: "tasks of srun, one for each rank",
+            });
+        }
         let demanded = variable("PARITY_WORLD").map(|value| value.to_string_lossy().into_owned());
         let gpus = match self.kind {
-            BackendKind::Cuda if demanded.as_deref() != Some("shared") => cuda::device_count()?,
+            BackendKind::Cuda if demanded.as_deref() != Some("shared") => self.gpus(size)?,
             _ => 0,
         };
         let library = || cuda::nccl::find().err().map(|error| error.to_string());
-        chosen(demanded.as_deref(), self.kind, (size, gpus as usize), library)
+        chosen(demanded.as_deref(), self.kind, (size, gpus), library)
+    }
+
+    /// How many GPUs there are for `size` ranks.
+    fn gpus(&self, size: usize) -> Result<usize> {
+        match self.tasks {
+            Some(tasks) => tasks.gpus_of(size),
+            None => Ok(cuda::device_count()? as usize),
+        }
+    }
+
+    /// The number of a rank's GPU; `None` where it has none.
+    fn ordinal(&self, rank: usize) -> Result<Option<u32>> {
+        match (self.kind, self.tasks) {
+            (BackendKind::Cuda, Some(tasks)) => tasks.gpu(rank).map(|gpu| Some(gpu.ordinal)),
+            (BackendKind::Cuda, None) => Ok(Some(rank as u32 % cuda::device_count()?.max(1))),
+            _ => Ok(None),
+        }
     }
 
     /// The processes of the ranks that run now.
@@ -155,13 +187,12 @@ impl Ranks {
     /// empty for shared memory.
     fn prepare(&self, crew: &mut Crew, size: usize) -> Result<Vec<u8>> {
         let means = self.means(size)?;
-        let gpus = match self.kind {
-            BackendKind::Cuda => Some(cuda::device_count()?.max(1)),
-            _ => None,
-        };
         while crew.ranks.len() < size {
-            let ordinal = gpus.map(|gpus| crew.ranks.len() as u32 % gpus);
-            let rank = Rank { meeting: crew.meeting.clone(), ordinal };
+            let rank = crew.ranks.len();
+            let ordinal = self.ordinal(rank)?;
+            // Task 0 is this process.
+            let task = self.tasks.filter(|_| rank > 0).map(|tasks| (tasks, rank));
+            let rank = Rank { meeting: crew.meeting.clone(), ordinal, task };
             let (kind, cache_dir) = (self.kind, self.cache_dir.clone());
             let device = RemoteBackend::of_rank(kind, cache_dir, self.options, rank)?;
             crew.ranks.push(Arc::new(device));
@@ -234,21 +265,13 @@ fn collected<T>(receiver: &Receiver<(usize, Option<T>)>, ranks: &[Arc<RemoteBack
             }
             Err(RecvTimeoutError::Timeout) => {
                 for (rank, _) in ranks.iter().zip(&ended).filter(|(_, ended)| !**ended) {
-                    kill(rank);
+                    rank.kill();
                 }
             }
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }
     results.into_iter().flatten().collect()
-}
-
-fn kill(rank: &RemoteBackend) {
-    if let Some(id) = rank.process().and_then(|id| libc::pid_t::try_from(id).ok()) {
-        // SAFETY: kill takes two integers; the process is this rank's, which is not waited for
-        // while it is known.
-        unsafe { libc::kill(id, libc::SIGKILL) };
-    }
 }
 
 /// One call of all ranks.

@@ -7,7 +7,7 @@
 //! What ends a rank is written to the head of the memory: who waits for it stops waiting.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::slice;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -90,9 +90,9 @@ impl Meeting {
         Ok(Self { memory: MmapRaw::map_raw(&file)?, file: None })
     }
 
-    /// The descriptor to pass on, for who made it.
-    pub fn descriptor(&self) -> Option<i32> {
-        self.file.as_ref().map(|file| file.as_raw_fd())
+    /// The file to pass on, for who made it.
+    pub fn file(&self) -> Option<&std::fs::File> {
+        self.file.as_ref()
     }
 
     fn at(&self, offset: usize) -> *mut u8 {
