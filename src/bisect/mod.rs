@@ -324,6 +324,8 @@ impl Bench<'_> {
         let backend = self.device.environment().backend.to_string();
         let output = Command::new(binary)
             .args(["replay", "--json", "--backend", &backend, &case.line()])
+            // Its ranks are its own: a task of srun would start processes of this revision.
+            .env_remove("SLURM_STEP_NUM_TASKS")
             .output()?;
         let record: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         let checks = record["checks"].as_array().map(Vec::as_slice).unwrap_or_default();

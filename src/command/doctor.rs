@@ -6,6 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use dsv4_kernels::implementation::Implementation;
 use dsv4_runtime::emulator::usual_compiler;
+use dsv4_runtime::tasks::{self, Tasks};
 use dsv4_runtime::world::crew::Means;
 use dsv4_runtime::{BackendKind, Device, RuntimeError, cuda};
 use serde_json::json;
@@ -38,6 +39,9 @@ pub fn execute(arguments: &DoctorArguments) -> Result<Exit> {
     if let Some(at) = found.iter().position(|(_, found)| found.is_ok()) {
         found.push(("ranks", try_ranks(kinds[at])));
     }
+    if let Some(tasks) = tasks::joined() {
+        found.push(("srun", tasks_of(tasks)));
+    }
     if arguments.json {
         let of = |(backend, found): &(&str, Result<String, String>)| {
             let (Ok(details) | Err(details)) = found;
@@ -65,6 +69,18 @@ fn try_out(kind: BackendKind) -> Result<String, String> {
     let operator = registry::find("rms_norm").map_err(|error| error.to_string())?;
     compare(operator, &device)?;
     Ok(works(kind, &device, operator.name()))
+}
+
+/// Says which tasks have the processes of ranks.
+fn tasks_of(tasks: &Tasks) -> Result<String, String> {
+    let (count, step) = (tasks.count(), tasks.step());
+    match tasks.ended() {
+        Some(task) => Err(format!("task {task} of {count} has ended")),
+        None => Ok(format!(
+            "step {}.{} has {count} tasks on this host. Rank r is a process in task r",
+            step.job, step.number
+        )),
+    }
 }
 
 /// Runs two ranks on a backend that works, and says how they communicate.

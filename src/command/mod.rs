@@ -32,6 +32,7 @@ mod replay;
 mod report;
 mod run;
 mod sweep;
+mod tasks;
 mod workers;
 
 use std::ffi::OsString;
@@ -207,9 +208,17 @@ fn parse(words: &[OsString]) -> Arguments {
 }
 
 /// The whole program: parses the words of the command line, the program's name first, runs the
-/// subcommand, and prints its error.
+/// subcommand, and prints its error. Under `srun` only task 0 does so.
 pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
     let words = WORDS.get_or_init(|| words.into_iter().collect());
+    match tasks::take_part(words) {
+        Ok(None) => {}
+        Ok(Some(exit)) => return exit,
+        Err(error) => {
+            output::set(false, color_of(words.iter().cloned()));
+            return failed(&error);
+        }
+    }
     let Arguments { global, command } = parse(words);
     output::set(global.quiet, global.color);
     let ended = start_log(&global.log_filter()).and_then(|()| {
@@ -219,10 +228,13 @@ pub fn main(words: impl IntoIterator<Item = OsString>) -> Exit {
         execute(command)
     });
     output::flush();
-    ended.unwrap_or_else(|error| {
-        errln!("{} {}", output::bad("parity:"), words::printable(&words::of_error(&error)));
-        exit_code_of(&error)
-    })
+    ended.unwrap_or_else(|error| failed(&error))
+}
+
+/// Prints the error that a command ended with.
+fn failed(error: &anyhow::Error) -> Exit {
+    errln!("{} {}", output::bad("parity:"), words::printable(&words::of_error(error)));
+    exit_code_of(error)
 }
 
 /// The words of the command line.

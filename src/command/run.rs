@@ -40,7 +40,8 @@ pub struct RunArguments {
     /// of each case]
     ///
     /// Ranks are processes. They communicate by NCCL where each has a GPU of its own, otherwise by
-    /// shared memory; PARITY_WORLD (nccl, shared) demands one.
+    /// shared memory; PARITY_WORLD (nccl, shared) demands one. Under srun each rank is a process in
+    /// the task of its number, and there are no more ranks than tasks.
     #[arg(long, value_name = "N,M", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=MOST_RANKS))]
     pub(super) ranks: Vec<u16>,
     /// Random schedules to run each case under on the emulator, 0 for none [default: the profile's]

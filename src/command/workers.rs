@@ -100,7 +100,7 @@ fn shard_arguments(
     let flags = [
         ("--resume", arguments.resume),
         ("--in-process", device.in_process),
-        ("--part-of-another", true),
+        (super::tasks::PART_OF_ANOTHER, true),
     ];
     let valued = valued
         .into_iter()

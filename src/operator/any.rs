@@ -11,8 +11,9 @@ use std::sync::Arc;
 
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
-use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, Views};
+use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, Views, tasks};
 use proptest::strategy::{BoxedStrategy, Strategy as _};
+use serde_json::Value;
 
 use super::batches::{Batches, lot};
 use super::benchmarks::{self, AnyBenchmark, Timed};
@@ -493,7 +494,11 @@ impl AnyOperator {
     /// `None` where it can. A sweep counts such cases as skips.
     pub fn cannot_run(&self, case: &Case, environment: &Environment) -> Option<String> {
         // An invalid case is not a skip: preparing it reports the error.
-        let (case, choices) = read(self.0, case).ok()?;
+        let (line, (case, choices)) = (case, read(self.0, case).ok()?);
+        let ranks = line.fields.get("ranks").filter(|_| self.has_ranks()).and_then(Value::as_u64);
+        if let Some(why) = ranks.and_then(|ranks| tasks::too_many(ranks as usize)) {
+            return Some(why);
+        }
         if choices.invariant && environment.backend == BackendKind::External {
             return Some("an external kernel has no second path".to_owned());
         }
