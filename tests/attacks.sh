@@ -16,7 +16,7 @@ REVISION=$(git rev-parse --short HEAD)$(git diff --quiet HEAD || echo ' with cha
 attack() { cargo test --locked "$@" 2>&1 | tee -a "$LOG" | grep -E '^test |panicked'; }
 
 attack -p dsv4-kernels --lib -- cache:: worker:: remote:: --nocapture --test-threads 1
-attack --test suite -- hostile:: fuzz:: bad_input:: shard:: external::nothing_of --nocapture --test-threads 1
+attack --test suite -- hostile:: fuzz:: bad_input:: shard:: rank_processes:: external::nothing_of --nocapture --test-threads 1
 attack --test operators -- numbers
 
 # A line of a test may begin behind another one's words.

@@ -38,6 +38,7 @@ mod output;
 mod paths;
 mod prefixes;
 mod races;
+mod rank_processes;
 mod ranks;
 mod readme;
 mod sampler;

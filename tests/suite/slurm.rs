@@ -1,6 +1,6 @@
-//! The job array of `fixtures/sharding` on a real Slurm: a controller, a node daemon and munge,
-//! from Debian's packages `slurm-wlm` and `munge`. The test starts them on this machine and ends
-//! them.
+//! The job array of `fixtures/sharding`, and ranks in the tasks of `srun`, on a real Slurm: a
+//! controller, a node daemon and munge, from Debian's packages `slurm-wlm` and `munge`. A test
+//! starts them on this machine and ends them.
 //!
 //! A node daemon starts jobs as their owners, so this needs root. Where something is missing the
 //! test is skipped, and the skip is reported and counted. With `PARITY_REQUIRE_SLURM=1` it fails
@@ -16,14 +16,15 @@ use std::time::{Duration, Instant};
 
 use dsv4_parity::record::Report;
 
+use crate::rank_processes::{self, SWEEP};
 use crate::shard::{wait_for_lines, without_times};
 use crate::{command_line, support};
 
 /// Time limit of operations that usually take a second or two.
 const LIMIT: Duration = Duration::from_secs(40);
 
-const PROGRAMS: [&str; 7] =
-    ["munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo"];
+const PROGRAMS: [&str; 8] =
+    ["munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo"];
 
 /// Where Debian installs daemons, which may not be on the path.
 fn program(name: &str) -> Option<PathBuf> {
@@ -49,7 +50,7 @@ fn skip(why: &str) {
         "PARITY_REQUIRE_SLURM is set, but {why}"
     );
     let number = 1 + SKIPPED.fetch_add(1, Ordering::Relaxed);
-    writeln!(std::io::stderr(), "skipped (number {number}): no Slurm to run job arrays on: {why}")
+    writeln!(std::io::stderr(), "skipped (number {number}): no Slurm to run on: {why}")
         .expect("standard error takes a line");
 }
 
@@ -259,4 +260,41 @@ fn a_slurm_job_array_with_a_killed_task_merges_to_the_run_that_was_not_divided()
     let (merged, whole) = (report(merged.as_ref()), report(whole.as_ref()));
     assert_eq!(without_times(&merged.cases), without_times(&whole.cases), "{}", cluster.logs());
     assert_eq!(merged.shards.len(), 3);
+}
+
+#[test]
+fn srun_has_a_rank_in_each_task_and_a_cancelled_step_leaves_nothing_and_resumes() {
+    if let Some(why) = obstacle() {
+        return skip(&why);
+    }
+    let cluster = Cluster::start();
+    let path = |name: &str| cluster.path(name).display().to_string();
+    let (out, regressions) = (path("out"), path("regressions"));
+    let mark = format!("srun {out}");
+    let srun = || {
+        let mut srun = cluster.command("srun");
+        srun.args(["-n", "4", "--overcommit"])
+            .arg(command_line::binary())
+            .args(["run", "--resume"]);
+        srun.args(["--out", &out, "--regressions", &regressions]).args(SWEEP);
+        srun.env(rank_processes::MARK, &mark).env_remove("PARITY_BACKEND").stdin(Stdio::null());
+        srun
+    };
+    let mut cancelled = srun().stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("srun");
+    wait_for_lines(&cluster.path("out/records.jsonl"), 1, LIMIT);
+    let tasks = rank_processes::tasks_of_ranks(&mark);
+    let some = [0, 1, 2].iter().all(|&task| tasks.contains(&Some(task)));
+    assert!(some, "{tasks:?}\n{}", cluster.logs());
+    let step = cluster.output("squeue", &["-h", "-s", "-o", "%i"]);
+    cluster.output("scancel", &[&step]);
+    assert!(!cancelled.wait().expect("it ends").success(), "{}", cluster.logs());
+    cluster.wait_until("no process of the step is left", |_| {
+        rank_processes::tasks_of_ranks(&mark).is_empty()
+    });
+    assert!(!cluster.path("out/report.json").exists(), "it had finished before it was cancelled");
+
+    let again = srun().output().expect("srun runs");
+    let said = String::from_utf8_lossy(&again.stderr);
+    assert!(again.status.success(), "{said}\n{}", cluster.logs());
+    rank_processes::is_whole(&cluster.path("out"));
 }
