@@ -20,7 +20,6 @@ def nvtx(enabled=True):
         _nvtx = ranges.range
     else:
         _nvtx = None
-_invariant = False
 
 
 def invariant(enabled=True):
