@@ -20,7 +20,7 @@ use crate::mutants::matrix::journal::Journal;
 use crate::mutants::matrix::plan::Choice;
 use crate::mutants::matrix::schedule::Schedule;
 use crate::mutants::matrix::session::{
-    Judged, Options, Session, Shown, joined, same_kernels, with_kernels,
+    Judged, Open, Options, Session, Shown, joined, same_kernels, with_kernels,
 };
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial;
@@ -130,21 +130,25 @@ pub fn execute(arguments: &MutantsArguments) -> Result<Exit> {
     if arguments.list {
         return print_list(arguments);
     }
-    let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
-    let device = arguments
-        .device
-        .open_with(&DeviceOptions { emulator, ..dsv4_kernels::device_options() })?;
+    let device = open(arguments)?;
     if arguments.trial {
         return serve_trial(&device);
     }
     run(arguments, device)
 }
 
+fn open(arguments: &MutantsArguments) -> Result<Device> {
+    let emulator = EmulatorOptions { time_limit: LAUNCH_LIMIT, ..EmulatorOptions::default() };
+    arguments.device.open_with(&DeviceOptions { emulator, ..dsv4_kernels::device_options() })
+}
+
 fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
     let started = Started::now();
     let target = arguments.into.as_deref().map(|path| target(path, &device)).transpose()?;
     let shown = Terminal::of(arguments);
-    let session = Session::prepare(options(arguments)?, device, &shown)?;
+    let more = || open(arguments);
+    let devices = (jobs(arguments, &device), &more as &Open<'_>);
+    let session = Session::prepare(options(arguments)?, device, devices, &shown)?;
     let failing = session.failing_cases();
     if !failing.is_empty() {
         failing.iter().for_each(|record| {
@@ -267,6 +271,12 @@ fn options(arguments: &MutantsArguments) -> Result<Options> {
     })
 }
 
+/// How many cases or mutants run at a time.
+fn jobs(arguments: &MutantsArguments, device: &Device) -> usize {
+    let is_gpu = device.environment().backend == BackendKind::Cuda;
+    arguments.jobs.unwrap_or_else(|| if is_gpu { 1 } else { cores() })
+}
+
 fn schedule(arguments: &MutantsArguments, device: &Device) -> Schedule {
     let backend = device.environment().backend;
     let (name, memory) = (backend.to_string(), size::limit().number().to_string());
@@ -275,11 +285,10 @@ fn schedule(arguments: &MutantsArguments, device: &Device) -> Schedule {
     if let Some(kernels) = &arguments.device.kernels {
         child.extend(["--kernels".to_owned(), kernels.display().to_string()]);
     }
-    let at_a_time = if backend == BackendKind::Cuda { 1 } else { cores() };
     Schedule {
         program: this_program,
         arguments: child,
-        jobs: arguments.jobs.unwrap_or(at_a_time),
+        jobs: jobs(arguments, device),
         time_budget: arguments.time_budget.map(Duration::from_secs),
         patience: PATIENCE,
     }

@@ -95,9 +95,10 @@ fn code_of(text: &str) -> String {
 }
 
 /// The rooms of `src`. A room may depend only on rooms before it in this list.
-const ROOMS: [&str; 21] = [
+const ROOMS: [&str; 22] = [
     "specification",
     "case",
+    "parallel_time",
     "record",
     "operator",
     "model",
@@ -377,7 +378,7 @@ fn kernel_sources_include_the_projects_own_headers_only() {
 }
 
 /// The layers of the headers, the lowest first, and what a family includes from others.
-const LAYERS: [&str; 11] = [
+const LAYERS: [&str; 12] = [
     "base",
     "ptx",
     "tile",
@@ -389,9 +390,10 @@ const LAYERS: [&str; 11] = [
     "experts",
     "streams",
     "head",
+    "parallel",
 ];
 /// Folders that do not include each other.
-const APART: [&str; 5] = ["attention", "indexer", "experts", "streams", "head"];
+const APART: [&str; 6] = ["attention", "indexer", "experts", "streams", "head", "parallel"];
 
 /// Whether a source of `folder` may not include a header of `other`.
 fn upward(folder: &str, other: &str) -> bool {

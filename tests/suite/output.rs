@@ -137,7 +137,7 @@ impl Scene {
         ];
         let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
         let blame = ["blame", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
-        let rest: [(&str, Vec<&str>); 21] = [
+        let rest: [(&str, Vec<&str>); 22] = [
             ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
             ("generate", [&generate[..], &["--backend", &backend]].concat()),
             ("blame", [&blame[..], &["--backend", &backend]].concat()),
@@ -177,6 +177,23 @@ impl Scene {
                 ],
             ),
             ("ops", vec!["ops"]),
+            (
+                "ranks",
+                [
+                    "ranks",
+                    "--ranks",
+                    "1",
+                    "--tokens",
+                    "4",
+                    "--heads",
+                    "1",
+                    "--topk",
+                    "1",
+                    "--samples",
+                    "1",
+                ]
+                .to_vec(),
+            ),
             ("doctor", vec!["doctor"]),
             ("compile", vec!["compile", "--arch", "sm_80"]),
             ("coverage", [&["coverage", "--ops", "moe_map"][..], &few].concat()),
@@ -840,6 +857,7 @@ fn memory_is_an_option_where_inputs_are_made_and_nowhere_else() {
         "golden",
         "mutants",
         "power",
+        "ranks",
         "replay",
         "run",
     ];

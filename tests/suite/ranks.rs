@@ -664,7 +664,8 @@ fn times_of_ranks_have_a_row_for_each_direction_and_wrong_kernels_have_none() {
     }
     // FM-24: lists of positions are used on gathered rows.
     let mapped = "params.slots[position] : NONE";
-    let kernels = changed_kernels(dir.path(), "gathered_rows.cu", mapped, "position : NONE");
+    let kernels =
+        changed_kernels(dir.path(), "cp_sparse_attention_rows.cu", mapped, "position : NONE");
     let kernels = kernels.display().to_string();
     let output = Parity::new(&[&fixed[..], &["--kernels", &kernels]].concat()).run();
     output.assert_code(1);

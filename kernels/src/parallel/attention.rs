@@ -224,7 +224,7 @@ pub fn forward(
     let slots = call.gather(&mut rank)?;
     let attended = call.attended(&rank, &slots)?;
     let ran = rank.attention(views, attended, options.attention)?;
-    Ok(ran.into_iter().chain(["all_gather".into()]).collect())
+    Ok(ran.into_iter().chain(["all_gather".into()]).chain(rank.kernels_of_rows()).collect())
 }
 
 /// Launches the backward on one rank. All ranks call it at the same time. Returns the kernels that
@@ -256,6 +256,7 @@ pub fn backward(
     ran.extend(call.scatter(&mut rank, &slots)?);
     ran.extend(["all_gather".into(), "reduce_scatter".into()]);
     ran.extend(rank.sum_sink(views)?);
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 

@@ -1,5 +1,7 @@
 //! Collectives of a launcher, each seen by a tap.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::panic::Location;
 
 use dsv4_runtime::world::{Call, Collective};
@@ -14,6 +16,8 @@ pub(super) struct Rank<'a> {
     pub device: &'a Device,
     pub world: &'a (dyn World + 'static),
     pub tap: &'a mut dyn Tap,
+    /// Kernels of rows that ran.
+    pub rows: RefCell<BTreeSet<&'static str>>,
 }
 
 impl<'a> Rank<'a> {
@@ -23,7 +27,8 @@ impl<'a> Rank<'a> {
     /// A device that is alone.
     pub fn of(operator: &'static str, device: &'a Device, tap: &'a mut dyn Tap) -> Result<Self> {
         let alone = || RuntimeError::argument(operator, "device", "it is no rank of a world");
-        Ok(Self { operator, device, world: device.world().ok_or_else(alone)?, tap })
+        let world = device.world().ok_or_else(alone)?;
+        Ok(Self { operator, device, world, tap, rows: RefCell::default() })
     }
 
     /// Runs `launch`, seen as a launch of `operator`.

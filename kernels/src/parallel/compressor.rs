@@ -179,6 +179,7 @@ pub fn forward(
         rank.copy_all_rows(&call.entries(name)?.narrow(0, skipped, own)?, &views[name])?;
     }
     ran.push("exchange".into());
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 
@@ -206,6 +207,7 @@ pub fn backward(
     ran.extend(call.returned(&mut rank)?);
     ran.extend(call.parameters(&mut rank)?);
     ran.extend(["exchange".into(), "all_reduce".into()]);
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 

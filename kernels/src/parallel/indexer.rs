@@ -297,6 +297,7 @@ pub fn forward(
     ran.extend(call.loss(&mut rank, &k)?);
     rank.all_reduce("loss", &views["loss"])?;
     ran.extend(["all_gather".into(), "all_reduce".into()]);
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 
@@ -326,6 +327,7 @@ pub fn backward(
     let mut ran = call.gradients(&mut rank, &index_k)?;
     call.scatter(&mut rank, &slots)?;
     ran.extend(["all_gather".into(), "reduce_scatter".into()]);
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 

@@ -20,4 +20,4 @@ pub use attention::Keys;
 pub use groups::Groups;
 pub use halo::Halos;
 pub use partition::{Partition, Shards};
-pub use rows::modules;
+pub use rows::{modules, modules_of_halos, modules_of_indexer};

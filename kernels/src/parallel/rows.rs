@@ -1,25 +1,37 @@
-//! Launchers of `kernels/cuda/parallel/gathered_rows.cu` (training 10): rows of all ranks and lists
-//! of them, on the device alone. A step of ranks reads nothing on the host, so it can be recorded.
+//! Launchers of `kernels/cuda/parallel` (training 10): rows of all ranks and lists of them, on the
+//! device alone. A step of ranks reads nothing on the host, so it can be recorded.
 
 use dsv4_runtime::params::{DeviceAddress, Params};
 use dsv4_runtime::source::{Module, module};
-use dsv4_runtime::{DType, Kernel, Result, TensorView};
+use dsv4_runtime::{DType, Kernel, Result, RuntimeError, TensorView};
 
 use super::collectives::Rank;
 
-const FILE: &str = "gathered_rows.cu";
+const ROWS_FILE: &str = "cp_sparse_attention_rows.cu";
+const RANGES_FILE: &str = "cp_indexer_ranges.cu";
+const WINDOW_FILE: &str = "cp_window_lists.cu";
 /// `THREADS` of the kernels: items of a block.
 const THREADS: usize = 256;
 /// `WARPS` of the kernels: rows of a block.
 const WARPS: usize = THREADS / 32;
 /// `NUMBERS` of the kernels: the most of a launch.
 const NUMBERS: usize = 256;
-/// Bytes of a word of the vector kernel.
-const VECTOR: usize = 16;
+/// Bytes of a word that is copied.
+const WORD: usize = 16;
 
-/// Every module that the launchers compile.
+/// Every module that the launchers of rows compile.
 pub fn modules() -> Vec<Module> {
-    vec![module(FILE, &[])]
+    vec![module(ROWS_FILE, &[])]
+}
+
+/// Those of `cp_indexer`.
+pub fn modules_of_indexer() -> Vec<Module> {
+    vec![module(ROWS_FILE, &[]), module(RANGES_FILE, &[])]
+}
+
+/// Those of halos: `cp_window` and `cp_compressor`.
+pub fn modules_of_halos() -> Vec<Module> {
+    vec![module(WINDOW_FILE, &[])]
 }
 
 /// Bytes from one row to the next.
@@ -27,14 +39,15 @@ fn row_bytes(view: &TensorView) -> usize {
     view.strides[0] as usize * view.dtype.size()
 }
 
-/// Rows of words of 4 bytes, as the kernels take them.
-fn words(params: Params, name: &str, view: &TensorView) -> Params {
-    params.ptr(name, view).stride(format!("{name}_row_stride"), (row_bytes(view) / 4) as i64)
-}
-
 impl Rank<'_> {
-    fn kernel(&self, name: &str) -> Result<Kernel> {
-        self.device.kernel(FILE, &[], name)
+    fn kernel(&self, file: &str, name: &'static str) -> Result<Kernel> {
+        self.rows.borrow_mut().insert(name);
+        self.device.kernel(file, &[], name)
+    }
+
+    /// Those of these kernels that ran so far.
+    pub fn kernels_of_rows(&self) -> impl Iterator<Item = String> {
+        self.rows.borrow().clone().into_iter().map(str::to_owned)
     }
 
     fn params(&self) -> Params {
@@ -48,7 +61,7 @@ impl Rank<'_> {
         self.device.backend().fill(slots.address, 0xFF, 4 * num_keys)?;
         let params = self.params().ptr("positions", positions).ptr("slots", slots);
         let params = params.i64("num_rows", num_rows)?.i32("num_keys", num_keys)?;
-        let kernel = self.kernel("gathered_slots")?;
+        let kernel = self.kernel(ROWS_FILE, "gathered_slots")?;
         kernel.launch_blocks("positions", num_rows.div_ceil(THREADS), &params)
     }
 
@@ -63,12 +76,15 @@ impl Rank<'_> {
         let params = self.params().ptr("indices", indices).ptr("slots", slots);
         let params = params.ptr("mapped", mapped).i64("num_slots", count)?;
         let params = params.i32("num_keys", slots.elements())?;
-        let kernel = self.kernel("gathered_lists")?;
+        let kernel = self.kernel(ROWS_FILE, "gathered_lists")?;
         kernel.launch_blocks("indices", count.div_ceil(THREADS), &params)
     }
 
     /// Copies rows: row `i` of `target` is row `map[i]` of `source`, or 0 where that is no row.
-    /// Both are contiguous along their rows, in words of 4 bytes.
+    /// Both are contiguous along their rows, in words of 16 bytes.
+    ///
+    /// # Errors
+    /// Rows that are not such words.
     pub fn copy_rows(
         &self,
         source: &TensorView,
@@ -77,18 +93,24 @@ impl Rank<'_> {
     ) -> Result<()> {
         let (rows, width) = (target.shape[0], source.shape[1..].iter().product::<usize>());
         let width = width * source.dtype.size();
-        let aligned = |view: &TensorView| {
-            view.address.is_multiple_of(VECTOR as u64) && row_bytes(view).is_multiple_of(VECTOR)
+        let is_words = |view: &TensorView| {
+            view.address.is_multiple_of(WORD as u64) && row_bytes(view).is_multiple_of(WORD)
         };
-        let vector = width.is_multiple_of(VECTOR) && aligned(source) && aligned(target);
-        let (name, word) = match vector {
-            true => ("gathered_copy_vector", VECTOR),
-            false => ("gathered_copy_scalar", 4),
-        };
-        let params = words(words(self.params(), "source", source), "target", target);
-        let params = params.ptr("map", map).i64("num_rows", rows)?;
-        let params = params.i64("num_source_rows", source.shape[0])?.i32("width", width / word)?;
-        self.kernel(name)?.launch_blocks("rows", rows.div_ceil(WARPS), &params)
+        if !(width.is_multiple_of(WORD) && is_words(source) && is_words(target)) {
+            let reason = format!("rows of {width} bytes, copied in words of {WORD}");
+            return Err(RuntimeError::argument(self.operator, "rows", reason));
+        }
+        let stride = |view: &TensorView| (row_bytes(view) / WORD) as i64;
+        let params = self.params().ptr("source", source);
+        let params = params.stride("source_row_stride", stride(source)).ptr("target", target);
+        let params = params.stride("target_row_stride", stride(target)).ptr("map", map);
+        let params = params.i64("num_rows", rows)?.i64("num_source_rows", source.shape[0])?;
+        let params = params.i32("width", width / WORD)?;
+        self.kernel(ROWS_FILE, "gathered_copy")?.launch_blocks(
+            "rows",
+            rows.div_ceil(WARPS),
+            &params,
+        )
     }
 
     /// Copies all rows of a tensor to another one.
@@ -114,7 +136,7 @@ impl Rank<'_> {
         let params = self.params().ptr("ks", ks).ptr("ke", ke).ptr("offsets", offsets);
         let params = params.ptr("lengths", lengths).i64("num_tokens", tokens)?;
         let params = params.i32("num_keys", num_keys)?;
-        let kernel = self.kernel("gathered_ranges")?;
+        let kernel = self.kernel(RANGES_FILE, "gathered_ranges")?;
         kernel.launch_blocks("ks", tokens.div_ceil(THREADS), &params)
     }
 
@@ -127,7 +149,7 @@ impl Rank<'_> {
         let params = params.i64("num_tokens", tokens)?;
         let params = params.i32("num_sequences", starts.elements())?;
         let params = params.i32("halo", halo)?.i32("window", window)?;
-        let kernel = self.kernel("gathered_window")?;
+        let kernel = self.kernel(WINDOW_FILE, "gathered_window")?;
         kernel.launch_blocks("window", tokens.div_ceil(WARPS), &params)
     }
 
@@ -135,7 +157,7 @@ impl Rank<'_> {
     /// the launches' parameters.
     pub fn write(&self, view: &TensorView, numbers: &[i32]) -> Result<()> {
         debug_assert_eq!((view.dtype, view.elements()), (DType::I32, numbers.len()));
-        let kernel = self.kernel("gathered_numbers")?;
+        let kernel = self.kernel(WINDOW_FILE, "gathered_numbers")?;
         for (launch, numbers) in numbers.chunks(NUMBERS).enumerate() {
             let target = DeviceAddress(view.address + (4 * NUMBERS * launch) as u64);
             let params = self.params().ptr("target", target).i32("count", numbers.len())?;

@@ -181,7 +181,7 @@ pub fn forward(
     let call = Windowed::new(views, options, halos, extents)?;
     let attended = call.attended(&mut rank)?;
     let ran = rank.attention(views, attended, options.attention)?;
-    Ok(ran.into_iter().chain(["exchange".into()]).collect())
+    Ok(ran.into_iter().chain(["exchange".into()]).chain(rank.kernels_of_rows()).collect())
 }
 
 /// Launches the backward on one rank. All ranks call it at the same time. Returns the kernels that
@@ -211,6 +211,7 @@ pub fn backward(
     ran.extend(call.returned(&mut rank)?);
     ran.push("exchange".into());
     ran.extend(rank.sum_sink(views)?);
+    ran.extend(rank.kernels_of_rows());
     Ok(ran)
 }
 

@@ -155,17 +155,18 @@ struct Edit {
 }
 
 /// Every mutant of an operator's own kernel files and their headers, in the order of the files, in
-/// functions that its kernels call. A chain has none: the kernels that it launches belong to its
-/// operators.
+/// functions that its kernels call. A chain without files of its own has none: the kernels that it
+/// launches belong to its operators.
 ///
 /// # Errors
 /// [`MutationError`]: a file that is missing or cannot be parsed completely.
 pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant>, MutationError> {
-    if registry::find(operator).is_ok_and(|operator| !operator.chain().is_empty()) {
-        return Ok(Vec::new());
+    let mut units = Vec::new();
+    let is_chain = registry::find(operator).is_ok_and(|found| !found.chain().is_empty());
+    if !is_chain {
+        units.push(Unit::read(tree, &format!("{operator}.cu"))?);
     }
-    let mut units = vec![Unit::read(tree, &format!("{operator}.cu"))?];
-    for file in tree.kernel_files().filter(|file| is_further_file(file, operator)) {
+    for file in further_files(tree, operator) {
         units.push(Unit::read(tree, file)?);
     }
     // Kernel files first: a header appears once, whichever files include it.
@@ -179,6 +180,11 @@ pub fn generate(tree: &SourceTree, operator: &str) -> Result<Vec<GeneratedMutant
     // Over all files: two of them may have the same line in functions with the same name.
     let mut twins = BTreeMap::new();
     Ok(files.iter().flat_map(|source| generate_of(operator, source, &units, &mut twins)).collect())
+}
+
+/// The kernel files of an operator in addition to `OPERATOR.cu`. A chain may have some.
+pub fn further_files<'t>(tree: &'t SourceTree, operator: &'t str) -> impl Iterator<Item = &'t str> {
+    tree.kernel_files().filter(move |file| is_further_file(file, operator))
 }
 
 /// Whether a kernel file is another one of an operator, in addition to `OPERATOR.cu`: a step of it,

@@ -2,8 +2,10 @@
 //! results. Whoever runs it sees its progress through [`Shown`].
 
 use std::collections::BTreeSet;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, bail};
 use dsv4_runtime::{BackendKind, Device, Environment};
@@ -14,14 +16,15 @@ use super::journal::Journal;
 use super::plan::{self, Choice, Plan};
 use super::schedule::{self, Fates, Schedule};
 use super::trial::{Subject, Trial};
+use crate::case::Case;
 use crate::judge::checks::CheckOptions;
-use crate::mutants::generated::GeneratedMutant;
+use crate::mutants::generated::{GeneratedMutant, further_files};
 use crate::mutants::planted::{self, Mutant};
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::{
     CaseRecord, Check, GeneratedRecord, KillMatrixRecord, MutantRecord, MutantStatus,
-    OperatorRecord, Report, Revision, SCHEMA_VERSION, Skip, Verdict,
+    OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, Skip, Verdict,
 };
 use crate::sweep::regressions::{Regressions, fixtures_dir};
 use crate::sweep::session::Started;
@@ -49,7 +52,7 @@ pub struct Options {
 
 /// What sees the progress of a run.
 pub trait Shown: Sync {
-    /// A stage of `length` steps starts: cases of an operator, or mutants.
+    /// A stage of `length` steps starts: cases without mutants, or mutants.
     fn stage(&self, length: usize, name: &str);
 
     /// A step of it is done.
@@ -64,6 +67,9 @@ pub trait Shown: Sync {
     /// This many of all mutants were judged by an interrupted run.
     fn resumed(&self, known: usize, all: usize);
 }
+
+/// Opens the device of one more thread.
+pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
 
 /// Everything that is known before the first mutant runs.
 pub struct Session {
@@ -108,13 +114,16 @@ pub fn planted(folder: Option<&Path>) -> Result<(PathBuf, Vec<Mutant>)> {
     Ok((path, mutants))
 }
 
-/// The operators of a list that have kernels to mutate; a chain has no own kernels.
+/// The operators of a list that have kernels to mutate; most chains have no own kernels.
 ///
 /// # Errors
 /// An unknown operator, or a chain in the list.
 pub fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
     let selected = registry::select(list)?;
-    let is_chain = |operator: &&&'static AnyOperator| !operator.chain().is_empty();
+    let tree = dsv4_kernels::sources();
+    let is_chain = |operator: &&&'static AnyOperator| {
+        !operator.chain().is_empty() && further_files(&tree, operator.name()).next().is_none()
+    };
     if let Some(chain) = selected.iter().find(is_chain).filter(|_| list.is_some()) {
         let (name, of) = (chain.name(), chain.chain().join(","));
         bail!(
@@ -126,11 +135,18 @@ pub fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
 }
 
 impl Session {
-    /// Chooses the mutants, and runs the cases without any.
+    /// Chooses the mutants, and runs the cases without any: as many at a time as there are
+    /// `devices`, each but the first on one that `open` opens.
     ///
     /// # Errors
-    /// Lists of mutants that do not fit the kernels, and unknown ids: before minutes are spent.
-    pub fn prepare(options: Options, device: Device, shown: &dyn Shown) -> Result<Self> {
+    /// Lists of mutants that do not fit the kernels, and unknown ids: before minutes are spent. A
+    /// device that cannot be opened.
+    pub fn prepare(
+        options: Options,
+        device: Device,
+        (devices, open): (usize, &Open<'_>),
+        shown: &dyn Shown,
+    ) -> Result<Self> {
         let names: Vec<&str> = options.operators.iter().map(|operator| operator.name()).collect();
         let (folder, all) = planted(options.mutants.as_deref())?;
         let (planted, others): (Vec<Mutant>, Vec<Mutant>) =
@@ -141,7 +157,9 @@ impl Session {
         let equivalents = Equivalents::load(&folder)?;
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
         refuse_unknown_ids(&options.only, &planted, &others, &generated)?;
-        let known = know_cases(&options, &device, &planted, &generated, shown)?;
+        let cases = cases_of(&options, &device, &planted, &generated)?;
+        let checks = CheckOptions::of_kernels(schedules(&options, &device));
+        let known = know_cases(cases, checks, (&device, devices, open), shown)?;
         let mut plans = Vec::new();
         for ((operator, (_, mutants)), known) in options.operators.iter().zip(generated).zip(&known)
         {
@@ -353,14 +371,16 @@ fn schedules(options: &Options, device: &Device) -> u32 {
     if device.environment().backend == BackendKind::Cuda { 0 } else { options.schedules }
 }
 
-/// Every operator's cases, run on the unmutated kernels. Planted mutants name their own.
-fn know_cases(
+/// The cases of each operator.
+type CasesOf = Vec<Vec<(Case, Origin)>>;
+
+/// Every operator's cases; none where no mutant needs them. Planted mutants name their own.
+fn cases_of(
     options: &Options,
     device: &Device,
     planted: &[Mutant],
     generated: &[(String, Vec<GeneratedMutant>)],
-    shown: &dyn Shown,
-) -> Result<Vec<Vec<KnownCase>>> {
+) -> Result<CasesOf> {
     let wanted = |mutant: &GeneratedMutant| options.only.contains(&mutant.id);
     let needs_cases = |name: &str| {
         let of_name = |(operator, mutants): &(String, Vec<GeneratedMutant>)| {
@@ -368,25 +388,57 @@ fn know_cases(
         };
         options.only.is_empty() || generated.iter().any(of_name)
     };
-    let checks = CheckOptions::of_kernels(schedules(options, device));
-    let mut known = Vec::new();
-    for operator in &options.operators {
+    let of = |operator: &&'static AnyOperator| {
         if !needs_cases(operator.name()) {
-            known.push(Vec::new());
-            continue;
+            return Ok(Vec::new());
         }
         let mut collected = cases::collect(operator, &options.regressions, planted)?;
         collected.retain(|(case, _)| operator.cannot_run(case, device.environment()).is_none());
-        shown.stage(collected.len(), operator.name());
-        let run = |(case, origin)| {
+        Ok(collected)
+    };
+    options.operators.iter().map(of).collect()
+}
+
+/// Runs all cases on the unmutated kernels. Threads take cases of the operators in turn, so that
+/// few of them need one module at the same time.
+fn know_cases(
+    cases: CasesOf,
+    checks: CheckOptions,
+    (first, devices, open): (&Device, usize, &Open<'_>),
+    shown: &dyn Shown,
+) -> Result<Vec<Vec<KnownCase>>> {
+    let most = cases.iter().map(Vec::len).max().unwrap_or(0);
+    let in_turn = (0..most).flat_map(|case| (0..cases.len()).map(move |operator| (operator, case)));
+    let in_turn: Vec<_> = in_turn.filter(|&(of, case)| case < cases[of].len()).collect();
+    shown.stage(in_turn.len(), "without mutants");
+    let slots = |cases: &Vec<_>| cases.iter().map(|_| Mutex::new(None)).collect();
+    let known: Vec<Vec<Mutex<Option<KnownCase>>>> = cases.iter().map(slots).collect();
+    let next = AtomicUsize::new(0);
+    let work = |device: &Device| {
+        while let Some(&(of, at)) = in_turn.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let (case, origin) = cases[of][at].clone();
             let one = cases::know(case, origin, device, checks);
+            *known[of][at].lock().unwrap_or_else(PoisonError::into_inner) = Some(one);
             shown.step();
-            one
-        };
-        known.push(collected.into_iter().map(run).collect());
-        shown.stage_done();
-    }
-    Ok(known)
+        }
+    };
+    std::thread::scope(|scope| {
+        let more = (1..devices.min(in_turn.len())).map(|_| {
+            scope.spawn(|| -> Result<()> {
+                work(&open()?);
+                Ok(())
+            })
+        });
+        let more: Vec<_> = more.collect();
+        work(first);
+        more.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|e| resume_unwind(e)))
+    })?;
+    shown.stage_done();
+    let of_operator = |known: Vec<Mutex<Option<KnownCase>>>| {
+        let known = known.into_iter();
+        known.filter_map(|one| one.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+    };
+    Ok(known.into_iter().map(of_operator).collect())
 }
 
 /// Rejects unknown ids before minutes are spent.

@@ -183,8 +183,15 @@ impl CpSparseAttentionCase {
     }
 }
 
-/// Collectives, as records name them.
-const COLLECTIVES: [&str; 3] = ["all_gather", "reduce_scatter", "all_reduce"];
+/// Collectives, as records name them, and kernels of rows.
+const COLLECTIVES: [&str; 6] = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "gathered_slots",
+    "gathered_lists",
+    "gathered_copy",
+];
 
 const PATHS: [&str; sparse_attention::PATHS.len() + COLLECTIVES.len()] = {
     let (mut all, mut at) = ([""; sparse_attention::PATHS.len() + COLLECTIVES.len()], 0);

@@ -144,6 +144,8 @@ impl<T: Taps> Operator for CpWindow<T> {
         summary: "attention over a window of several ranks: halos of keys, and their gradients sent back",
         specification: &["training 3", "training 4", "training 10"],
         paths: &[
+            "gathered_numbers",
+            "gathered_window",
             "sparse_attention_forward<16>",
             "sparse_attention_forward<64>",
             "sparse_attention_delta",
@@ -162,7 +164,7 @@ impl<T: Taps> Operator for CpWindow<T> {
             "exchange",
             "all_reduce",
         ],
-        modules: dsv4_kernels::parallel::modules,
+        modules: dsv4_kernels::parallel::modules_of_halos,
         cases: [12, 30, 60],
     };
 

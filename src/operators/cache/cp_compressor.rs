@@ -155,6 +155,7 @@ impl<T: Taps> Operator for CpCompressor<T> {
         summary: "compressor of several ranks: halos of groups that a rank's start cuts, and their gradients sent back",
         specification: &["training 9", "training 10"],
         paths: &[
+            "gathered_numbers",
             "compressor_overlap_vector",
             "compressor_overlap_scalar",
             "compressor_pool_vector",
@@ -177,7 +178,7 @@ impl<T: Taps> Operator for CpCompressor<T> {
             "exchange",
             "all_reduce",
         ],
-        modules: dsv4_kernels::parallel::modules,
+        modules: dsv4_kernels::parallel::modules_of_halos,
         cases: [12, 30, 60],
     };
 

@@ -188,6 +188,9 @@ impl<T: Taps> Operator for CpIndexer<T> {
             "training 10",
         ],
         paths: &[
+            "gathered_slots",
+            "gathered_copy",
+            "gathered_ranges",
             "indexer_logits<bf16, 16>",
             "indexer_logits<bf16, 32>",
             "indexer_logits<bf16, 64>",
@@ -208,7 +211,7 @@ impl<T: Taps> Operator for CpIndexer<T> {
             "reduce_scatter",
             "all_reduce",
         ],
-        modules: dsv4_kernels::parallel::modules,
+        modules: dsv4_kernels::parallel::modules_of_indexer,
         cases: [8, 20, 40],
     };
 
