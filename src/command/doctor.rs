@@ -1,5 +1,6 @@
 //! `parity doctor`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -95,8 +96,22 @@ fn try_ranks(kind: BackendKind) -> Result<String, String> {
         (_, Ok(found)) => format!("by shared memory ({found}, needs a GPU for each rank)"),
         (_, Err(_)) => "by shared memory; NCCL is not found (PARITY_NCCL names it)".into(),
     };
-    let name = operator.name();
-    Ok(format!("ranks of the {kind} communicate {by}. A case of {name} was run and compared"))
+    let (name, links) =
+        (operator.name(), if kind == BackendKind::Cuda { linked()? } else { String::new() });
+    Ok(format!(
+        "ranks of the {kind} communicate {by}{links}. A case of {name} was run and compared"
+    ))
+}
+
+/// How the GPUs reach each other's memory, for each kind of link; empty for one GPU.
+fn linked() -> Result<String, String> {
+    let links = cuda::links().map_err(|error| error.to_string())?;
+    let mut kinds: BTreeMap<_, Vec<String>> = BTreeMap::new();
+    for ([one, other], link) in links {
+        kinds.entry(link).or_default().push(format!("{one}-{other}"));
+    }
+    let said = kinds.iter().map(|(link, pairs)| format!("; GPUs {} by {link}", pairs.join(", ")));
+    Ok(said.collect())
 }
 
 /// Runs the first edge case that has an element, and compares.

@@ -104,7 +104,7 @@ pub fn page(place: &Place, rows: &[Row]) -> String {
         (
             "samples",
             &format!(
-                "{samples} of 10 replays of a graph each on a GPU, of one call elsewhere; the slowest rank's time"
+                "{samples}, each the mean of 10 replays of a graph where the device records, else of one call; the slowest rank's time"
             ),
         ),
     ] {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUdevice_attribute_enum as Attribute, CUresult};
 
+use super::Link;
 use super::library::loader_reason;
 use crate::error::{Result, RuntimeError};
 use crate::tensor_map::{BOX_ROW_BYTES, MapWords, TensorMap};
@@ -379,6 +380,23 @@ pub(super) fn device_uuid(ordinal: u32) -> Result<String> {
     // SAFETY: writes one live structure; the device is one that the driver named.
     check(unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) }, "cuDeviceGetUuid")?;
     Ok(uuid_text(uuid.bytes.map(|byte| byte as u8)))
+}
+
+/// How one device reaches another one's memory.
+pub(super) fn link(from: u32, to: u32) -> Result<Link> {
+    use sys::CUdevice_P2PAttribute_enum as A;
+    let (from, to) = (find_device(from)?, find_device(to)?);
+    let has = |attribute| {
+        let mut value = 0;
+        // SAFETY: writes one live integer; the driver has named both devices.
+        let result = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, attribute, from, to) };
+        check(result, "cuDeviceGetP2PAttribute").map(|()| value != 0)
+    };
+    Ok(match has(A::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)? {
+        false => Link::Host,
+        true if has(A::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED)? => Link::PeerWithAtomics,
+        true => Link::Peer,
+    })
 }
 
 fn uuid_text(bytes: [u8; 16]) -> String {

@@ -16,6 +16,7 @@ mod sparse;
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -215,6 +216,40 @@ pub fn device_memory(device: &OsStr) -> Result<u64> {
 /// As [`device_count`].
 pub fn device_uuid() -> Result<String> {
     driver::device_uuid(chosen_device()?)
+}
+
+/// How a GPU reaches another one's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Link {
+    /// Directly, atomics included, as over NVLink.
+    PeerWithAtomics,
+    /// Directly, without atomics, as over PCIe.
+    Peer,
+    /// Through the host's memory.
+    Host,
+}
+
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PeerWithAtomics => "peer memory with atomics, as over NVLink",
+            Self::Peer => "peer memory without atomics, as over PCIe",
+            Self::Host => "memory of the host",
+        })
+    }
+}
+
+/// How each two devices reach each other's memory: the numbers of both, and the slower direction.
+///
+/// # Errors
+/// As [`device_count`].
+pub fn links() -> Result<Vec<([u32; 2], Link)>> {
+    let count = device_count()?;
+    let pairs = (0..count).flat_map(|from| (from + 1..count).map(move |to| [from, to]));
+    let link = |[from, to]: [u32; 2]| {
+        Ok(([from, to], driver::link(from, to)?.max(driver::link(to, from)?)))
+    };
+    pairs.map(link).collect()
 }
 
 /// The ids of all devices, by their numbers.
