@@ -233,15 +233,13 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
     if left_out(&MUTANTS) {
         return;
     }
-    const START: &str = "uint32_t magnitude = largest_magnitude(x);";
+    const START: &str = "const int32_t slot = params.slots[token];";
+    const DEAD: &str = "uint32_t unused = 3;\nif constexpr (sizeof unused == 1) unused *= 77;\nstatic_cast<void>(unused);";
     let device =
         Device::open(BackendKind::Emulator, dsv4_kernels::device_options()).expect("the emulator");
     let text = device.tree().text("kv_cache_write.cu").expect("a kernel");
-    let with_a_dead_branch = text.replacen(
-        START,
-        &format!("{START}\nif constexpr (sizeof magnitude == 1) magnitude *= 77;"),
-        1,
-    );
+    assert_eq!(text.matches(START).count(), 1, "the text that gets a dead branch");
+    let with_a_dead_branch = text.replacen(START, &format!("{START}\n{DEAD}"), 1);
     let device = device.with_tree(device.tree().with_text(
         "kv_cache_write.cu",
         with_a_dead_branch,
@@ -256,7 +254,7 @@ fn a_survivor_is_equivalent_where_the_compiler_makes_the_same_code_of_it_and_onl
         trial::run(&Trial { subject, schedules: 0, all_checks: false }, &device, |_| {})
             .expect("a verdict")
     };
-    let dead = judged("magnitude *= 77");
+    let dead = judged("unused *= 77");
     assert_eq!(dead.status, MutantStatus::Equivalent, "{dead:?}");
     assert!(dead.reason.starts_with("The compiler makes the same code of it"), "{}", dead.reason);
     assert_eq!(judged("if (token >= params.num_tokens)").status, MutantStatus::Survived);
