@@ -11,7 +11,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use dsv4_runtime::emulator::EmulatorOptions;
@@ -24,6 +23,7 @@ use crate::judge::runner::shows_nothing;
 use crate::operator::AnyOperator;
 use crate::operators::registry;
 use crate::record::words;
+use crate::sweep::pool;
 use crate::sweep::regressions::{Regressions, fixtures_dir};
 use crate::sweep::{self, SweepOptions};
 
@@ -245,31 +245,26 @@ impl Measurement {
 pub fn launch(
     cases: &[Case],
     devices: usize,
-    open: &(dyn Fn() -> Result<Device> + Sync),
+    open: &pool::Open<'_>,
     done: &(dyn Fn() + Sync),
 ) -> Result<Launched> {
-    let (next, launched) = (AtomicUsize::new(0), Mutex::new(Launched::default()));
-    let work = || -> Result<()> {
+    let launched = Mutex::new(Launched::default());
+    let without_races = || {
         let device = open()?;
         device.backend().watch_races(false);
-        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let ran = launch_one(case, &device)?;
-            let mut launched = launched.lock().unwrap_or_else(|e| e.into_inner());
-            match ran {
-                Ok(()) => launched.cases += 1,
-                Err(why) => launched.failed.push((case.line(), why)),
-            }
-            drop(launched);
-            done();
-        }
-        Ok(())
+        Ok(device)
     };
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..devices.max(1)).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| match worker.join() {
-            Ok(done) => done,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
+    pool::each(cases.len(), devices, &without_races, &|device, number| {
+        let case = &cases[number];
+        let ran = launch_one(case, device)?;
+        let mut launched = launched.lock().unwrap_or_else(|e| e.into_inner());
+        match ran {
+            Ok(()) => launched.cases += 1,
+            Err(why) => launched.failed.push((case.line(), why)),
+        }
+        drop(launched);
+        done();
+        Ok(())
     })?;
     Ok(launched.into_inner().unwrap_or_else(|e| e.into_inner()))
 }

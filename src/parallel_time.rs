@@ -1,7 +1,7 @@
 //! How long the attention of several ranks takes, next to its kernels alone and to its collectives
 //! alone (training 10).
 //!
-//! Each rank has a part of the tokens, zigzag, and the lists of a causal prefill. Five pieces of
+//! Each rank has a part of the tokens, zigzag, and the lists of a causal prefill. Six pieces of
 //! work are timed, each recorded as a graph where the device can: the step of ranks, forward and
 //! backward; the attention's kernels alone, on the same queries with all keys in place; the
 //! all-gather of keys and the reduce-scatter of their fp32 gradient alone. A sample is the time of

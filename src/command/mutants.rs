@@ -20,7 +20,7 @@ use crate::mutants::matrix::journal::Journal;
 use crate::mutants::matrix::plan::Choice;
 use crate::mutants::matrix::schedule::Schedule;
 use crate::mutants::matrix::session::{
-    Judged, Open, Options, Session, Shown, joined, same_kernels, with_kernels,
+    Judged, Options, Session, Shown, joined, same_kernels, with_kernels,
 };
 use crate::mutants::matrix::tally::Tally;
 use crate::mutants::matrix::trial;
@@ -29,6 +29,7 @@ use crate::record::words::printable;
 use crate::record::{Check, KillMatrixRecord, MutantRecord, MutantSource, MutantStatus, Report};
 use crate::report::{self, diff};
 use crate::sweep;
+use crate::sweep::pool::Open;
 use crate::sweep::regressions::Regressions;
 use crate::sweep::session::{Started, revision};
 

@@ -8,6 +8,8 @@
 //! no more memory than one case may take.
 
 use std::collections::VecDeque;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Scope, ScopedJoinHandle};
 
@@ -25,6 +27,32 @@ use crate::sweep::{self, Observer, PlannedCase, Ran, SweepOptions, Turn};
 
 /// Opens the device of one thread.
 pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
+
+/// Calls `work` with each number below `count`, on that many threads, each with a device.
+///
+/// # Errors
+/// A device that cannot be opened; the first error of `work` on a thread, which ends the thread.
+pub fn each(
+    count: usize,
+    devices: usize,
+    open: &Open<'_>,
+    work: &(dyn Fn(&Device, usize) -> Result<()> + Sync),
+) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let thread = || -> Result<()> {
+        let device = open()?;
+        loop {
+            match next.fetch_add(1, Ordering::Relaxed) {
+                number if number < count => work(&device, number)?,
+                _ => return Ok(()),
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..devices.max(1)).map(|_| scope.spawn(thread)).collect();
+        threads.into_iter().try_for_each(|one| one.join().unwrap_or_else(|e| resume_unwind(e)))
+    })
+}
 
 /// Runs these cases, each with its number in the plan, on that many devices. `runner` shrinks
 /// failing cases.

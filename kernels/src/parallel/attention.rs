@@ -296,11 +296,8 @@ impl<'a> Parallel<'a> {
     fn gather(&self, rank: &mut Rank<'_>) -> Result<Slots> {
         let Extents { head_dim, v_dim, num_keys, .. } = self.extents;
         let (rows, parts) = (self.extents.gathered(), &self.workspace);
-        let slots = Slots {
-            positions: self.scratch("positions", parts.positions, DType::I32, &[rows]),
-            slots: self.scratch("slots", parts.slots, DType::I32, &[num_keys]),
-        };
-        rank.gather_slots(&self.views["positions"], &slots)?;
+        let slots =
+            rank.gather_slots(self.views, [parts.positions, parts.slots], [rows, num_keys])?;
         let k = self.scratch("k", parts.k, DType::Bf16, &[rows, head_dim]);
         rank.all_gather("k", &self.views["k"], &k)?;
         if let Some(v) = self.views.get("v") {

@@ -94,9 +94,13 @@ impl Halos {
     /// ascending: 0 for one that starts before it.
     pub(super) fn starts(&self, rank: usize) -> Vec<i32> {
         let first = self.halos[rank].start;
-        let starts = self.own[rank].clone().map(|token| self.sequences[token].start);
-        let mut starts: Vec<i32> = starts.map(|start| start.saturating_sub(first) as i32).collect();
-        starts.dedup();
+        let (mut token, end) = (self.own[rank].start, self.own[rank].end);
+        let mut starts = Vec::new();
+        while token < end {
+            let sequence = &self.sequences[token];
+            starts.push(sequence.start.saturating_sub(first) as i32);
+            token = sequence.end;
+        }
         starts
     }
 

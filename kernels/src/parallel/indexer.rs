@@ -360,12 +360,7 @@ impl<'a> Parallel<'a> {
     fn slots(&self, rank: &mut Rank<'_>) -> Result<Slots> {
         let Extents { num_keys, .. } = self.extents;
         let (rows, parts) = (self.extents.gathered(), &self.workspace);
-        let slots = Slots {
-            positions: self.scratch("positions", parts.positions, DType::I32, &[rows]),
-            slots: self.scratch("slots", parts.slots, DType::I32, &[num_keys]),
-        };
-        rank.gather_slots(&self.views["positions"], &slots)?;
-        Ok(slots)
+        rank.gather_slots(self.views, [parts.positions, parts.slots], [rows, num_keys])
     }
 
     /// Keys of all ranks, in the order of positions.

@@ -26,11 +26,20 @@ pub(super) struct Slots {
 }
 
 impl Rank<'_> {
-    /// Gathers the positions of all ranks' keys to `all.positions`, and writes `all.slots`.
+    /// Gathers the positions of all ranks' keys, and inverts them, in parts of the workspace: that
+    /// of `rows` positions, then that of the slots of `num_keys` keys.
     #[track_caller]
-    pub fn gather_slots(&mut self, own: &TensorView, all: &Slots) -> Result<()> {
-        self.all_gather("positions", own, &all.positions)?;
-        self.slots_of(&all.positions, &all.slots)
+    pub fn gather_slots(
+        &mut self,
+        views: &Views,
+        parts: [usize; 2],
+        [rows, num_keys]: [usize; 2],
+    ) -> Result<Slots> {
+        let positions = in_workspace(views, "positions", parts[0], DType::I32, &[rows]);
+        let slots = in_workspace(views, "slots", parts[1], DType::I32, &[num_keys]);
+        self.all_gather("positions", &views["positions"], &positions)?;
+        self.slots_of(&positions, &slots)?;
+        Ok(Slots { positions, slots })
     }
 
     /// Brings rows in the order of positions to `slotted`, that of gathered rows. Rows of padding,

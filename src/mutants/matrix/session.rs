@@ -2,9 +2,7 @@
 //! results. Whoever runs it sees its progress through [`Shown`].
 
 use std::collections::BTreeSet;
-use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, bail};
@@ -26,6 +24,7 @@ use crate::record::{
     CaseRecord, Check, GeneratedRecord, KillMatrixRecord, MutantRecord, MutantStatus,
     OperatorRecord, Origin, Report, Revision, SCHEMA_VERSION, Skip, Verdict,
 };
+use crate::sweep::pool::{self, Open};
 use crate::sweep::regressions::{Regressions, fixtures_dir};
 use crate::sweep::session::Started;
 
@@ -67,9 +66,6 @@ pub trait Shown: Sync {
     /// This many of all mutants were judged by an interrupted run.
     fn resumed(&self, known: usize, all: usize);
 }
-
-/// Opens the device of one more thread.
-pub type Open<'a> = dyn Fn() -> Result<Device> + Sync + 'a;
 
 /// Everything that is known before the first mutant runs.
 pub struct Session {
@@ -136,7 +132,7 @@ pub fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
 
 impl Session {
     /// Chooses the mutants, and runs the cases without any: as many at a time as there are
-    /// `devices`, each but the first on one that `open` opens.
+    /// `devices`: one is the device itself, more are opened by `open`.
     ///
     /// # Errors
     /// Lists of mutants that do not fit the kernels, and unknown ids: before minutes are spent. A
@@ -413,25 +409,17 @@ fn know_cases(
     shown.stage(in_turn.len(), "without mutants");
     let slots = |cases: &Vec<_>| cases.iter().map(|_| Mutex::new(None)).collect();
     let known: Vec<Vec<Mutex<Option<KnownCase>>>> = cases.iter().map(slots).collect();
-    let next = AtomicUsize::new(0);
-    let work = |device: &Device| {
-        while let Some(&(of, at)) = in_turn.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let (case, origin) = cases[of][at].clone();
-            let one = cases::know(case, origin, device, checks);
-            *known[of][at].lock().unwrap_or_else(PoisonError::into_inner) = Some(one);
-            shown.step();
-        }
+    let open = || match devices {
+        1 => Ok(first.with_tree(first.tree().clone())),
+        _ => open(),
     };
-    std::thread::scope(|scope| {
-        let more = (1..devices.min(in_turn.len())).map(|_| {
-            scope.spawn(|| -> Result<()> {
-                work(&open()?);
-                Ok(())
-            })
-        });
-        let more: Vec<_> = more.collect();
-        work(first);
-        more.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|e| resume_unwind(e)))
+    pool::each(in_turn.len(), devices.min(in_turn.len()), &open, &|device, number| {
+        let (of, at) = in_turn[number];
+        let (case, origin) = cases[of][at].clone();
+        let one = cases::know(case, origin, device, checks);
+        *known[of][at].lock().unwrap_or_else(PoisonError::into_inner) = Some(one);
+        shown.step();
+        Ok(())
     })?;
     shown.stage_done();
     let of_operator = |known: Vec<Mutex<Option<KnownCase>>>| {

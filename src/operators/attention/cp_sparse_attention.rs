@@ -183,8 +183,8 @@ impl CpSparseAttentionCase {
     }
 }
 
-/// Collectives, as records name them, and kernels of rows.
-const COLLECTIVES: [&str; 6] = [
+/// Collectives and kernels of rows, as records name them.
+const OF_RANKS: [&str; 6] = [
     "all_gather",
     "reduce_scatter",
     "all_reduce",
@@ -193,12 +193,12 @@ const COLLECTIVES: [&str; 6] = [
     "gathered_copy",
 ];
 
-const PATHS: [&str; sparse_attention::PATHS.len() + COLLECTIVES.len()] = {
-    let (mut all, mut at) = ([""; sparse_attention::PATHS.len() + COLLECTIVES.len()], 0);
+const PATHS: [&str; sparse_attention::PATHS.len() + OF_RANKS.len()] = {
+    let (mut all, mut at) = ([""; sparse_attention::PATHS.len() + OF_RANKS.len()], 0);
     while at < all.len() {
         let attention = sparse_attention::PATHS.len();
         all[at] =
-            if at < attention { sparse_attention::PATHS[at] } else { COLLECTIVES[at - attention] };
+            if at < attention { sparse_attention::PATHS[at] } else { OF_RANKS[at - attention] };
         at += 1;
     }
     all

@@ -79,7 +79,7 @@ fn attend(
                 open += 1;
                 let (left, step) = (sender.clone(), step.clone());
                 std::thread::Builder::new().spawn(move || {
-                    // Whoever asked is gone: there is nobody to report it to.
+                    // The caller is gone: an error has no receiver.
                     let _ = answer(&step, &stream);
                     drop(stream);
                     let _ = left.send(Event::Left);

@@ -106,11 +106,11 @@ fn a_task_that_does_not_come_is_named_and_so_is_task_0() {
     let step =
         |task| Step { job: 0, number: std::process::id(), task, tasks: 2, hosts: 1, local: task };
     let limit = Duration::from_millis(30);
-    let error = Tasks::of(step(0), limit, Box::new(|_| {})).err().expect("nobody listens");
+    let error = Tasks::of(step(0), limit, Box::new(|_| {})).err().expect("no task listens");
     assert!(
         error.to_string().contains("task 1 of 2 of srun: it did not come within 0.03 s"),
         "{error}"
     );
-    let error = agent::work(&step(1), limit).expect_err("nobody connects");
+    let error = agent::work(&step(1), limit).expect_err("no task connects");
     assert!(error.to_string().contains("task 0 did not come within 0.03 s"), "{error}");
 }
