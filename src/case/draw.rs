@@ -64,7 +64,6 @@ impl Draw {
     /// Calls `one` `count` times. Each call takes `words` words of the stream. The result is the
     /// same as in sequence, but large counts use several threads. Each thread starts where its part
     /// of the stream starts.
-    /// part of the stream does.
     ///
     /// # Panics
     /// If `one` takes more words or fewer.

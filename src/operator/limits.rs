@@ -248,6 +248,23 @@ fn extents(operator: &dyn Declaration, case: &Value) -> Vec<String> {
 /// The case with the other sizes reduced so that a step of this one costs less. They stay at 2 or
 /// more, where that is allowed.
 fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> Value {
+    reduced(operator, case, field, |cost, now| cost < now)
+}
+
+/// The same, and sizes that have no tensor in common with this one are reduced as well: work is
+/// often the product of both. An example is attention's number of heads where its lists grow.
+fn with_least_others(operator: &dyn Declaration, case: &Value, field: &str) -> Value {
+    reduced(operator, case, field, |cost, now| cost <= now)
+}
+
+/// The case with each other size that is 3 or more at the least one that is allowed and
+/// `is_better`: that compares the elements of a step of this field with those before.
+fn reduced(
+    operator: &dyn Declaration,
+    case: &Value,
+    field: &str,
+    is_better: fn(usize, usize) -> bool,
+) -> Value {
     let mut small = case.clone();
     for other in extents(operator, case).iter().filter(|other| *other != field) {
         let cost = |case: &Value| step(operator, case, field).map(|(_, elements)| elements);
@@ -255,7 +272,7 @@ fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> V
         let sizes = STEPS.into_iter().filter(|&size| (2..own).contains(&size));
         let found = sizes
             .map(|size| with(&small, other, size))
-            .find(|case| cost(case).is_some_and(|cost| cost < now));
+            .find(|case| cost(case).is_some_and(|cost| is_better(cost, now)));
         small = found.unwrap_or(small);
     }
     small
@@ -263,7 +280,7 @@ fn with_small_others(operator: &dyn Declaration, case: &Value, field: &str) -> V
 
 /// The case with the largest affordable extent in a field. `None` where it already has it.
 fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> Option<AnyCase> {
-    let small = with_small_others(operator, case, field);
+    let small = with_least_others(operator, case, field);
     let (step, _) = step(operator, &small, field)?;
     let (own, now) = (number(&small, field)?, size(operator, &small)?);
     let after = |steps: u64| with(&small, field, own + steps * step);
