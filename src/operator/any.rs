@@ -392,7 +392,8 @@ impl AnyOperator {
         let (own, grown) = (self.0.edge_cases(profile), limits::edge_cases(self.0, profile));
         let known: Vec<AnyCase> = own.iter().chain(&grown).cloned().collect();
         let long_already: Vec<AnyCase> = grown.iter().step_by(2).cloned().collect();
-        let limits::Beyond { tiles, long } = limits::beyond_tiles(self.0, &known, &long_already);
+        let limits::Beyond { tiles, long } =
+            limits::beyond_tiles(self.0, profile, &known, &long_already);
         let beyond = tiles.into_iter().chain(limits::of_production(self.0, &known));
         let own = own.into_iter().chain(beyond).map(|case| with_unlike_gaps(&case));
         // Every second one has all its work tiles in one block.

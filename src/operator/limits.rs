@@ -26,6 +26,12 @@ fn room(profile: Profile) -> usize {
     profile.of([1 << 12, 1 << 14, 1 << 16])
 }
 
+/// Elements that an oracle may hold beyond its tensors, where a size grows: rows that lists gather
+/// are many more than the lists, and so is the work of the kernels.
+fn room_of_an_oracle(profile: Profile) -> u128 {
+    profile.of([1 << 21, 1 << 23, 1 << 25])
+}
+
 /// The least step of an extent: formats and tiles need such multiples.
 const STEPS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
@@ -35,7 +41,7 @@ pub(super) fn edge_cases(operator: &dyn Declaration, profile: Profile) -> Vec<An
     let fields = fields_of(operator, &typical);
     let largest = |(turn, field): (usize, &String)| {
         let mut turns = (0..typical.len()).map(|i| &typical[(turn + i) % typical.len()]);
-        turns.find_map(|case| grown(operator, case, field, room(profile)))
+        turns.find_map(|case| grown(operator, (case, field), profile, room(profile)))
     };
     fields.iter().enumerate().filter_map(largest).collect()
 }
@@ -129,6 +135,7 @@ fn choosing_fields(typical: &[Value]) -> BTreeSet<String> {
 /// the longest affordable case along its cheapest extent, unless `long` has one of that kind.
 pub(super) fn beyond_tiles(
     operator: &dyn Declaration,
+    profile: Profile,
     known: &[AnyCase],
     long: &[AnyCase],
 ) -> Beyond {
@@ -155,7 +162,7 @@ pub(super) fn beyond_tiles(
             }
         }
         if !long.iter().any(|long| kind(long) == kind(case)) {
-            beyond.long.extend(longest(operator, case));
+            beyond.long.extend(longest(operator, case, profile));
         }
     }
     beyond
@@ -182,7 +189,7 @@ fn beyond_a_tile(operator: &dyn Declaration, case: &Value, field: &str) -> Optio
 }
 
 /// The longest case along the extent of which a step costs least.
-fn longest(operator: &dyn Declaration, case: &Value) -> Option<AnyCase> {
+fn longest(operator: &dyn Declaration, case: &Value, profile: Profile) -> Option<AnyCase> {
     let cost = |field: &String| {
         let small = with_small_others(operator, case, field);
         let (step, elements) = step(operator, &small, field)?;
@@ -190,7 +197,7 @@ fn longest(operator: &dyn Declaration, case: &Value) -> Option<AnyCase> {
     };
     let priced = extents(operator, case).into_iter().filter_map(|f| Some((cost(&f)?, f)));
     let (_, cheapest) = priced.min()?;
-    grown(operator, case, &cheapest, ROOM_TO_A_LONG_CASE)
+    grown(operator, (case, &cheapest), profile, ROOM_TO_A_LONG_CASE)
 }
 
 fn case_of(operator: &dyn Declaration, value: &Value) -> Option<(AnyCase, Specs)> {
@@ -202,8 +209,11 @@ fn case_of(operator: &dyn Declaration, value: &Value) -> Option<(AnyCase, Specs)
 
 /// Elements of all tensors together; `None` for a rejected case.
 fn size(operator: &dyn Declaration, value: &Value) -> Option<usize> {
-    let (_, specs) = case_of(operator, value)?;
-    Some(specs.present().fold(0, |sum, spec| sum.saturating_add(spec.elements())))
+    Some(elements(&case_of(operator, value)?.1))
+}
+
+fn elements(specs: &Specs) -> usize {
+    specs.present().fold(0, |sum, spec| sum.saturating_add(spec.elements()))
 }
 
 /// A case with another number in a field, given by its JSON pointer.
@@ -279,14 +289,23 @@ fn reduced(
 }
 
 /// The case with the largest affordable extent in a field. `None` where it already has it.
-fn grown(operator: &dyn Declaration, case: &Value, field: &str, room: usize) -> Option<AnyCase> {
+fn grown(
+    operator: &dyn Declaration,
+    (case, field): (&Value, &str),
+    profile: Profile,
+    room: usize,
+) -> Option<AnyCase> {
     let small = with_least_others(operator, case, field);
     let (step, _) = step(operator, &small, field)?;
     let (own, now) = (number(&small, field)?, size(operator, &small)?);
     let after = |steps: u64| with(&small, field, own + steps * step);
     let within = |room: usize| {
-        let fits =
-            |steps: u64| size(operator, &after(steps)).is_some_and(|size| size - now <= room);
+        let fits = |steps: u64| {
+            case_of(operator, &after(steps)).is_some_and(|(case, specs)| {
+                elements(&specs) - now <= room
+                    && case.oracle_elements() <= room_of_an_oracle(profile)
+            })
+        };
         let beyond = std::iter::successors(Some(1u64), |steps| steps.checked_mul(2))
             .find(|&steps| !fits(steps))?;
         // What fits is below what does not.
