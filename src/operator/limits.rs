@@ -88,7 +88,7 @@ pub(super) fn of_production(operator: &dyn Declaration, known: &[AnyCase]) -> Ve
         }
         let tried = fields.iter().flat_map(|field| typical.iter().map(move |case| (case, *field)));
         let cases = tried.filter(|(case, field)| such(case, field)).filter_map(|(case, field)| {
-            let small = with_small_others(operator, case, field);
+            let small = with_least_others(operator, case, field);
             let wide = with(&small, field, to);
             let added = size(operator, &wide)?.saturating_sub(size(operator, &small)?);
             (added <= room).then_some((added, wide))

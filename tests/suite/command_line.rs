@@ -865,34 +865,37 @@ fn golden_that_compares_nothing_is_bad_input() {
     output.assert_bad_input(&["rms_norm"]);
 }
 
-/// The text of the command line is a contract too. `TRYCMD=overwrite` writes the snapshots again.
+/// The text of the command line is a contract too. `SNAPSHOTS=overwrite` writes the snapshots again.
 #[test]
 fn every_command_has_a_help_and_it_is_the_one_in_the_snapshots() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/suite/help");
     if std::env::var_os("PARITY_BIN").is_some() && !folder.is_dir() {
         return eprintln!("skipped: these tests travelled without their snapshots");
     }
-    let help = Parity::new(&["--help"]).run().stdout;
-    let commands = help
-        .split_once("Commands:\n")
-        .and_then(|(_, rest)| rest.split_once("\n\n"))
-        .expect("a list")
-        .0;
-    // The second line of a summary is indented further.
-    let commands = commands.lines().filter(|line| !line.starts_with("   "));
-    let commands =
-        commands.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
-    let without: Vec<_> =
-        commands.filter(|name| !folder.join(format!("{name}.trycmd")).is_file()).collect();
-    assert!(
-        help.contains("  run  ") && without.is_empty(),
-        "no snapshot of the help of {without:?}"
-    );
-
-    let snapshots = trycmd::TestCases::new();
     // As shown in a terminal of the usual width.
-    snapshots.env("COLUMNS", "80");
-    snapshots.register_bin("parity", binary()).case(folder.join("*.trycmd"));
+    let help_of = |arguments: &[&str]| {
+        let output = Parity::new(arguments).env("COLUMNS", "80").run();
+        output.assert_code(0);
+        output.stdout
+    };
+    let help = help_of(&["--help"]);
+    let list = help.split_once("Commands:\n").and_then(|(_, rest)| rest.split_once("\n\n"));
+    // The second line of a summary is indented further.
+    let lines = list.expect("a list").0.lines().filter(|line| !line.starts_with("   "));
+    let commands: Vec<&str> = lines.filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(commands.contains(&"run"), "{help}");
+
+    let mut texts = vec![("parity", help.clone())];
+    let others = commands.into_iter().filter(|name| *name != "help");
+    texts.extend(others.map(|name| (name, help_of(&[name, "--help"]))));
+    let assert = snapbox::Assert::new().action_env("SNAPSHOTS");
+    let differs = |(name, text): &(&str, String)| {
+        let snapshot = snapbox::Data::read_from(&folder.join(format!("{name}.txt")), None);
+        assert.try_eq(Some(name), text.as_str().into(), snapshot.raw()).err()
+    };
+    let differences: Vec<String> =
+        texts.iter().filter_map(differs).map(|error| error.to_string()).collect();
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
 #[test]
