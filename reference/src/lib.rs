@@ -26,6 +26,7 @@
 
 pub mod attention;
 pub mod cache;
+pub mod conventions;
 pub mod error;
 pub mod experts;
 pub mod format;
@@ -46,6 +47,7 @@ pub mod tensor_core;
 #[cfg(test)]
 mod testing;
 
+pub use conventions::{Convention, Conventions};
 pub use error::{Error, Result};
 pub use format::Format;
 pub use named::Named;

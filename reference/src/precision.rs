@@ -129,6 +129,7 @@
 
 use candle_core::{CpuStorage, D, Tensor};
 
+use crate::conventions::Conventions;
 use crate::error::{Result, require, require_f64, wrong_value};
 use crate::format::{Format, power_of_two};
 use crate::products::Products;
@@ -236,6 +237,7 @@ pub struct Rounding {
     lanes: usize,
     /// Whether the scales at which the kernel rounds are unknown.
     unknown_scales: bool,
+    conventions: Conventions,
     watch: Option<Watch>,
 }
 
@@ -281,6 +283,7 @@ impl Rounding {
             noise_scales: 0,
             lanes: 1,
             unknown_scales: false,
+            conventions: Conventions::default(),
             watch: None,
         }
     }
@@ -299,7 +302,8 @@ impl Rounding {
     /// other runs compare their operands with those of the exact run.
     pub fn sharing(precision: Precision, products: &Products) -> Self {
         let rounding = Self { products: Some(products.clone()), ..Self::new(precision) }
-            .with_lanes(products.lanes());
+            .with_lanes(products.lanes())
+            .with_conventions(products.conventions());
         if products.has_unknown_scales() { rounding.with_unknown_scales() } else { rounding }
     }
 
@@ -307,6 +311,17 @@ impl Rounding {
     #[must_use]
     pub fn with_unknown_scales(self) -> Self {
         Self { unknown_scales: true, ..self }
+    }
+
+    /// The same run for a kernel with these conventions.
+    #[must_use]
+    pub fn with_conventions(self, conventions: Conventions) -> Self {
+        Self { conventions, ..self }
+    }
+
+    /// The conventions of the kernel.
+    pub fn conventions(&self) -> Conventions {
+        self.conventions
     }
 
     /// The run without rounding.

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, Layout, Storage, Tensor};
 
+use crate::conventions::Conventions;
 use crate::error::Result;
 use crate::precision::values;
 
@@ -34,6 +35,7 @@ struct Shared {
     multiplied: AtomicUsize,
     lanes: usize,
     unknown_scales: bool,
+    conventions: Conventions,
 }
 
 #[derive(Debug, Clone)]
@@ -47,9 +49,15 @@ impl Products {
     /// An empty set, for the runs of a kernel that adds in this many lanes
     /// ([`Rounding::with_lanes`](crate::precision::Rounding::with_lanes)), and whose scales may be
     /// unknown
-    /// ([`Rounding::with_unknown_scales`](crate::precision::Rounding::with_unknown_scales)).
-    pub fn of_kernel(lanes: usize, unknown_scales: bool) -> Self {
-        Self(Arc::new(Shared { lanes, unknown_scales, ..Shared::default() }))
+    /// ([`Rounding::with_unknown_scales`](crate::precision::Rounding::with_unknown_scales)), with
+    /// these conventions.
+    pub fn of_kernel(lanes: usize, unknown_scales: bool, conventions: Conventions) -> Self {
+        Self(Arc::new(Shared { lanes, unknown_scales, conventions, ..Shared::default() }))
+    }
+
+    /// The conventions of the kernel.
+    pub fn conventions(&self) -> Conventions {
+        self.0.conventions
     }
 
     /// Whether the rounding scales of the kernel are unknown.

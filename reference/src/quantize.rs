@@ -12,9 +12,13 @@
 
 use candle_core::Tensor;
 
+use crate::conventions::{Convention, Conventions};
 use crate::error::Result;
 use crate::format::Format;
 use crate::precision::{Rounding, values};
+
+/// The smallest scale of kernels with [`Convention::ScaleFloor`].
+const SCALE_FLOOR: f64 = 1e-4;
 
 /// Byte of the e8m0 NaN.
 const E8M0_NAN: u8 = 255;
@@ -47,9 +51,19 @@ pub fn floor_of(format: Format) -> f64 {
 
 /// Quantizes consecutive groups of `group` values in this format.
 pub fn quantize(numbers: &[f64], group: usize, format: Format) -> Quantized {
+    quantize_by(numbers, group, format, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+pub fn quantize_by(
+    numbers: &[f64],
+    group: usize,
+    format: Format,
+    conventions: Conventions,
+) -> Quantized {
     let (mut codes, mut scale_bytes) = (Vec::with_capacity(numbers.len()), Vec::new());
     for group in numbers.chunks(group) {
-        let byte = scale_byte(group, format);
+        let byte = byte_by(group, format, floor_by(format, conventions));
         let scale = Format::E8M0.value(byte.into());
         scale_bytes.push(byte);
         codes.extend(codes_of(group, scale, format));
@@ -87,24 +101,73 @@ pub fn simulated(
     Ok((codes * scales)?)
 }
 
+/// The codes of values with the scale of their group, by these conventions of a kernel.
+pub fn codes_by(
+    group: &[f64],
+    scale: f64,
+    format: Format,
+    conventions: Conventions,
+) -> impl Iterator<Item = u8> {
+    let f32 = |x: f64| Format::F32.nearest(x);
+    let factor = if conventions.have(Convention::CodesByInverse) {
+        Some(f32(scale.recip()))
+    } else if conventions.have(Convention::CodesByAmax) {
+        Some(f32(format.largest / amax_of(group, f32(floor_by(format, conventions)))))
+    } else {
+        None
+    };
+    // A group that is not finite has no codes but NaN.
+    let factor = factor.map(|factor| if scale.is_nan() { scale } else { factor });
+    let quotient = move |x: &f64| factor.map_or(x / scale, |factor| x * factor);
+    group.iter().map(move |x| format.code(f32(quotient(x))) as u8)
+}
+
 /// The scale of a group; NaN where one of its values is not finite.
 pub fn scale_of(group: &[f64], format: Format, scale_type: ScaleType) -> f64 {
-    let byte = scale_byte(group, format);
-    let power = Format::E8M0.value(byte.into());
+    scale_by(group, format, scale_type, Conventions::default())
+}
+
+/// The scale of a group by these conventions of a kernel.
+pub fn scale_by(
+    group: &[f64],
+    format: Format,
+    scale_type: ScaleType,
+    conventions: Conventions,
+) -> f64 {
+    let floor = floor_by(format, conventions);
+    let power = Format::E8M0.value(byte_by(group, format, floor).into());
     if scale_type != ScaleType::Fp32 || power.is_nan() {
         return power;
     }
-    let amax =
-        group.iter().fold(Format::F32.nearest(floor_of(format)), |amax, x| amax.max(x.abs()));
-    Format::F32.nearest(amax * Format::F32.nearest(format.largest.recip()))
+    let f32 = |x: f64| Format::F32.nearest(x);
+    let amax = amax_of(group, f32(floor));
+    match conventions.have(Convention::ScaleDivided) {
+        true => f32(amax / format.largest),
+        false => f32(amax * f32(format.largest.recip())),
+    }
+}
+
+/// The smallest amax of a format, by these conventions of a kernel.
+fn floor_by(format: Format, conventions: Conventions) -> f64 {
+    let of_scale = conventions.have(Convention::ScaleFloor);
+    if of_scale { format.largest * SCALE_FLOOR } else { floor_of(format) }
+}
+
+/// The largest magnitude of a group, at least `floor`.
+fn amax_of(group: &[f64], floor: f64) -> f64 {
+    group.iter().fold(floor, |amax, x| amax.max(x.abs()))
 }
 
 /// The scale of a group as a byte: 127 plus the smallest e with `amax <= largest * 2^e`.
 pub fn scale_byte(group: &[f64], format: Format) -> u8 {
+    byte_by(group, format, floor_of(format))
+}
+
+fn byte_by(group: &[f64], format: Format, floor: f64) -> u8 {
     if group.iter().any(|x| !x.is_finite()) {
         return E8M0_NAN;
     }
-    let amax = group.iter().fold(floor_of(format), |amax, x| amax.max(x.abs()));
+    let amax = amax_of(group, floor);
     (0..E8M0_NAN)
         .find(|&byte| amax <= format.largest * Format::E8M0.value(byte.into()))
         .unwrap_or(E8M0_NAN)
@@ -119,6 +182,18 @@ mod tests {
         let inverse = format.largest.recip() as f32;
         let u = amax.max(floor_of(format)) as f32 * inverse;
         (u.to_bits() >> 23) as u8 + u8::from(u.to_bits() & 0x7f_ffff != 0)
+    }
+
+    #[test]
+    fn a_floor_of_the_scale_is_one_of_every_type_and_codes_follow() {
+        let floor = Conventions::of([Convention::ScaleFloor]);
+        let of = |x: f64, scale_type| scale_by(&[x], Format::E4M3, scale_type, floor);
+        assert_eq!(of(1e-9, ScaleType::E8m0), 2f64.powi(-13));
+        assert_eq!(of(1.0, ScaleType::E8m0), scale_of(&[1.0], Format::E4M3, ScaleType::E8m0));
+        assert!((of(1e-9, ScaleType::Fp32) - 1e-4).abs() < 1e-11);
+        let Quantized { codes, scale_bytes } =
+            quantize_by(&[2f64.powi(-13)], 1, Format::E4M3, floor);
+        assert_eq!((codes, scale_bytes), (vec![Format::E4M3.code(1.0) as u8], vec![127 - 13]));
     }
 
     #[test]

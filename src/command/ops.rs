@@ -156,6 +156,9 @@ fn describe(record: &OperatorRecord) {
     if !invariant.is_empty() {
         outln!("    invariant      {}", invariant.join(", "));
     }
+    for [name, meaning] in &record.conventions {
+        outln!("    convention     {name}: {meaning}");
+    }
     for what in &record.not_expressible {
         outln!("    not expressible: {what}");
     }

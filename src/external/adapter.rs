@@ -8,6 +8,11 @@
 //!                                           # lanes, and the lanes as a tree
 //! bitwise = false                           # of every tensor that does not say otherwise, below
 //! hostile = false                           # no case with hostile lists or pages
+//! conventions = ["scale_divided"]           # what it does otherwise than the specification; `parity
+//!                                           # ops NAME` lists those of an operator
+//!
+//! [[order]]                                 # slots of a row may be in any order, the same in all
+//! tensors = ["topk_indices", "topk_weights"]    # of these: by the first, which has numbers
 //!
 //! [[kernel]]                                # the worker must name this kernel in its answer: it
 //! name = "sm90_sparse"                      # did not fall back to another
@@ -36,14 +41,17 @@
 //! outputs and gradients are read back. An input that its type there cannot hold exactly is
 //! rejected, unless a scale makes rounding unavoidable. The oracle must see what the kernel sees.
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-use dsv4_runtime::HostTensor;
+use dsv4_runtime::{DType, HostTensor};
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
 use crate::case::Case;
 use crate::case::condition::Condition;
+use dsv4_reference::conventions::{self, Conventions};
+
 use crate::operator::{Arithmetic, RoundingPoints};
 use crate::record::figures;
 
@@ -66,6 +74,12 @@ pub struct Adapter {
     bitwise: Option<bool>,
     /// Whether cases with hostile lists run.
     hostile: Option<bool>,
+    /// What it does otherwise than the specification.
+    #[serde(default)]
+    conventions: Vec<String>,
+    /// Tensors whose rows have their slots in any order.
+    #[serde(default)]
+    order: Vec<Tied>,
     /// Kernels that answers must name.
     #[serde(default)]
     kernel: Vec<Demanded>,
@@ -81,6 +95,14 @@ struct Demanded {
     name: String,
     #[serde(rename = "where")]
     condition: Option<Condition>,
+}
+
+/// Tensors of one shape whose rows have slots in the same order, whichever it is.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tied {
+    /// The first has the numbers by which slots are known.
+    tensors: Vec<String>,
 }
 
 /// How one tensor differs.
@@ -198,6 +220,27 @@ impl Convention {
     }
 }
 
+/// The places of a row's slots from the lowest number up, negative ones last.
+fn order_of(row: &[f64]) -> Vec<usize> {
+    let mut places: Vec<usize> = (0..row.len()).collect();
+    places.sort_by(|&a, &b| {
+        (row[a] < 0.0, row[a]).partial_cmp(&(row[b] < 0.0, row[b])).unwrap_or(Ordering::Equal)
+    });
+    places
+}
+
+/// The slots of each row in this order.
+fn reorder(tensor: &mut HostTensor, slots: usize, places: &[Vec<usize>]) {
+    let size = tensor.dtype.size();
+    let rows = tensor.bytes.chunks(slots * size).zip(places);
+    tensor.bytes = rows
+        .flat_map(|(row, places)| {
+            places.iter().flat_map(move |&at| &row[at * size..(at + 1) * size])
+        })
+        .copied()
+        .collect();
+}
+
 /// Offset of element `i` of the permuted tensor in the other kernel's tensor: axis `a` there is
 /// axis `permute[a]` here.
 fn permuted_offsets(shape: &[usize], permute: &[usize]) -> Vec<usize> {
@@ -226,6 +269,16 @@ impl Adapter {
         if adapter.lanes == Some(0) {
             return Err("field `lanes`: 0: a sum needs one at least".into());
         }
+        for name in &adapter.conventions {
+            if conventions::Convention::ALL.iter().all(|way| way.name() != name) {
+                let known =
+                    conventions::Convention::ALL.map(conventions::Convention::name).join(", ");
+                return Err(format!("field `conventions`: `{name}` is none of {known}"));
+            }
+        }
+        if adapter.order.iter().any(|tied| tied.tensors.is_empty()) {
+            return Err("field `order`: `tensors` is empty".into());
+        }
         let mut names = BTreeSet::new();
         for (name, convention) in &adapter.tensor {
             convention.check().map_err(|reason| format!("tensor `{name}`: {reason}"))?;
@@ -251,12 +304,54 @@ impl Adapter {
 
     /// What the kernel declares about its arithmetic.
     pub fn arithmetic(&self) -> Arithmetic {
-        Arithmetic { points: self.rounding, lanes: self.lanes.unwrap_or(1) }
+        let has =
+            |way: &conventions::Convention| self.conventions.iter().any(|name| name == way.name());
+        let conventions = Conventions::of(conventions::Convention::ALL.into_iter().filter(has));
+        Arithmetic { points: self.rounding, lanes: self.lanes.unwrap_or(1), conventions }
+    }
+
+    /// Names of what the kernel does otherwise than the specification.
+    pub fn conventions(&self) -> impl Iterator<Item = &str> {
+        self.conventions.iter().map(String::as_str)
     }
 
     /// Names of the tensors that it has entries for.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensor.keys().map(String::as_str)
+        self.tensor.keys().map(String::as_str).chain(self.in_any_order())
+    }
+
+    /// Names of the tensors whose rows have their slots in any order.
+    pub fn in_any_order(&self) -> impl Iterator<Item = &str> {
+        self.order.iter().flat_map(|tied| &tied.tensors).map(String::as_str)
+    }
+
+    /// Puts the slots of rows in our order: by the numbers of the first of tied tensors, from the
+    /// lowest up; negative ones, which name nothing, come last.
+    ///
+    /// # Errors
+    /// Tied tensors of unlike shapes, or a first one that has no numbers.
+    pub fn put_in_order(&self, outputs: &mut [(&'static str, HostTensor)]) -> Result<(), String> {
+        for Tied { tensors } in &self.order {
+            let is_tied = |(name, _): &&(&'static str, HostTensor)| tensors[0] == *name;
+            let Some((_, first)) = outputs.iter().find(is_tied) else { continue };
+            if first.dtype != DType::I32 && first.dtype != DType::I64 {
+                let (name, dtype) = (&tensors[0], first.dtype);
+                return Err(format!("tensor `{name}`: {dtype}: slots are known by whole numbers"));
+            }
+            let (shape, numbers) = (first.shape.clone(), first.to_f64());
+            let slots = shape.last().copied().unwrap_or(1).max(1);
+            let places: Vec<Vec<usize>> = numbers.chunks(slots).map(order_of).collect();
+            for (name, tensor) in
+                outputs.iter_mut().filter(|(name, _)| tensors.iter().any(|tied| tied == name))
+            {
+                if tensor.shape != shape {
+                    let found = &tensor.shape;
+                    return Err(format!("tensor `{name}`: {found:?} is tied to {shape:?}"));
+                }
+                reorder(tensor, slots, &places);
+            }
+        }
+        Ok(())
     }
 
     /// A tensor's name in the other kernel.

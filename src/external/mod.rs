@@ -198,6 +198,7 @@ impl External {
         cases: impl Iterator<Item = &'a Case>,
     ) -> Result<(), CaseError> {
         let adapter = &self.options.adapter;
+        self.check_conventions(operator)?;
         let mut cases = cases.peekable();
         let known = self.known_tensors(operator, cases.peek().copied())?;
         if let Some(name) = adapter.names().find(|name| !known.iter().any(|known| known == name)) {
@@ -225,6 +226,34 @@ impl External {
             unmet.retain(|name| !prepared.observed().contains(name));
         }
         Ok(())
+    }
+
+    /// Checks what the adapter declares of the operator as a whole.
+    fn check_conventions(&self, operator: &OperatorRecord) -> Result<(), CaseError> {
+        let (adapter, name) = (&self.options.adapter, &operator.name);
+        let has = |wanted: &str| operator.conventions.iter().any(|[own, _]| own == wanted);
+        if let Some(unknown) = adapter.conventions().find(|wanted| !has(wanted)) {
+            let own: Vec<&str> = operator.conventions.iter().map(|[own, _]| own.as_str()).collect();
+            let own = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
+            let why = format!("adapter: convention `{unknown}`: {name} has {own}");
+            return Err(CaseError::Malformed(why));
+        }
+        let gradient = |wanted: &str| {
+            let mut tensors = operator.tensors.iter();
+            tensors.find(|tensor| tensor.of.as_deref() == Some(wanted) && tensor.part == "upstream")
+        };
+        let with_gradient = adapter.in_any_order().find_map(|tied| Some((tied, gradient(tied)?)));
+        match with_gradient {
+            Some((tied, gradient)) if !self.options.forward_only => {
+                let given = &gradient.name;
+                let why = format!(
+                    "adapter: order of `{tied}`: its gradient `{given}` is given in our order; \
+                     --forward-only judges the rest"
+                );
+                Err(CaseError::Malformed(why))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The tensors of an operator; of ranks also those that only ranks have, as in this case.
@@ -487,8 +516,10 @@ impl Request {
             let theirs = &written[&form.name];
             Ok((output.name, adapter.to_ours(output.name, theirs, &output.tensor)?))
         };
-        let ours = outputs.iter().zip(expected).map(ours).collect::<Result<_, String>>();
-        Ok((ours.map_err(RunError::fail)?, violations))
+        let ours = outputs.iter().zip(expected).map(ours).collect::<Result<Stored, String>>();
+        let mut ours = ours.map_err(RunError::fail)?;
+        adapter.put_in_order(&mut ours).map_err(RunError::fail)?;
+        Ok((ours, violations))
     }
 }
 

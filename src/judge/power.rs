@@ -209,13 +209,13 @@ mod tests {
     use crate::case::Draw;
     use crate::judge::truth::Truth;
     use crate::operator::WORKING_RUNS;
-    use crate::operator::{Arithmetic, KernelTensor, RoundingPoints, Side};
+    use crate::operator::{Arithmetic, KernelTensor, Side};
 
     const SHAPE: [usize; 2] = [32, 64];
 
     /// An oracle whose runs scatter by that share of each value.
     fn truth(spread: f64) -> Truth {
-        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
+        let arithmetic = Arithmetic::of_specification(1);
         let run = |precision: Precision| {
             let (seed, spread) = match precision {
                 Precision::Exact => (0, 0.0),

@@ -141,7 +141,7 @@ impl Truth {
         O: Fn(Precision, &Products) -> Result<Vec<OracleTensor>, CaseError> + Sync,
     {
         let unknown = arithmetic.points == RoundingPoints::Undeclared;
-        let products = Products::of_kernel(arithmetic.lanes, unknown);
+        let products = Products::of_kernel(arithmetic.lanes, unknown, arithmetic.conventions);
         let run = |precision| oracle(precision, &products);
         let exact = run(Precision::Exact)?;
         let working =
@@ -318,7 +318,7 @@ mod tests {
             };
             OracleTensor { name: "t", side: Side::Forward, shape: vec![1, 3], values }
         };
-        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes: 1 };
+        let arithmetic = Arithmetic::of_specification(1);
         let truth =
             Truth::of_runs(arithmetic, |precision, _| Ok(vec![run(precision)])).expect("a truth");
         let found =

@@ -9,6 +9,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use dsv4_reference::Convention;
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, Views, tasks};
@@ -63,6 +64,7 @@ pub(super) trait Declaration: Send + Sync {
     fn chain(&self) -> &'static [&'static str];
     fn has_ranks(&self) -> bool;
     fn sum_lanes(&self) -> usize;
+    fn conventions(&self) -> &'static [Convention];
     fn not_expressible(&self) -> &'static [(&'static str, &'static str)];
     /// Keeps fields that the operator does not know; the caller handles them.
     fn parse(&self, line: &Case) -> Result<AnyCase, CaseError>;
@@ -155,6 +157,10 @@ impl<K: Operator> Declaration for Type<K> {
 
     fn sum_lanes(&self) -> usize {
         K::SUM_LANES
+    }
+
+    fn conventions(&self) -> &'static [Convention] {
+        K::CONVENTIONS
     }
 
     fn not_expressible(&self) -> &'static [(&'static str, &'static str)] {

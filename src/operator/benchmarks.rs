@@ -33,7 +33,7 @@ use super::inputs::{Inputs, kernel_tensor};
 use super::lines::{Choices, checked, field_error, oracle_error};
 use super::memory::Placed;
 use super::tensors::{Tensors, permuted_along, repeated_along};
-use super::{Arithmetic, KernelRun, OracleTensor, RoundingPoints, Side};
+use super::{Arithmetic, KernelRun, OracleTensor, Side};
 use crate::case::{Case, CaseError};
 use crate::operator::fields::Aliasing;
 use crate::record::{Operands, Work};
@@ -875,7 +875,7 @@ impl<'d> OnDevice<'d> {
         let sample = self.benchmark.sample(&self.given)?;
         let run = sample.written(&self.benchmark.placed_specs(), placed)?;
         let lanes = self.benchmark.case.operator().sum_lanes();
-        let arithmetic = Arithmetic { points: RoundingPoints::Specification, lanes };
+        let arithmetic = Arithmetic::of_specification(lanes);
         Ok(Sampling { sample, run, arithmetic, axis: self.benchmark.axis })
     }
 }

@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 
+use dsv4_reference::Convention;
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
 use dsv4_runtime::arena::Violation;
@@ -135,6 +136,9 @@ pub trait Operator: Sized + Send + Sync + 'static {
     /// The least number of lanes in which its kernels add the values of a row. The lanes are added
     /// as a tree ([`dsv4_reference::precision`]). 1 declares nothing.
     const SUM_LANES: usize = 1;
+
+    /// What other kernels do otherwise, where the oracle can follow them: an adapter declares it.
+    const CONVENTIONS: &'static [Convention] = &[];
 
     /// What public kernels of the same name compute, and no case of it can: what, and why not.
     /// `parity ops NAME` prints it.

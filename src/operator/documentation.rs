@@ -46,6 +46,11 @@ pub(super) fn of(operator: &dyn Declaration) -> OperatorRecord {
         paths: list(paths),
         tensors,
         invariant: invariant(operator),
+        conventions: operator
+            .conventions()
+            .iter()
+            .map(|one| [one.name().to_owned(), one.meaning().to_owned()])
+            .collect(),
         not_expressible: operator
             .not_expressible()
             .iter()

@@ -22,7 +22,7 @@ use super::special::{self, Special};
 use super::tensors::{Bound, Tensors};
 use super::{
     Arithmetic, Batched, Given, GradientProbe, KernelRun, KernelTensor, Law, OracleTensor,
-    PreparedCase, RoundingPoints, Sequence, Side,
+    PreparedCase, Sequence, Side,
 };
 use super::{laws, sequence};
 use crate::case::{Case, CaseError};
@@ -461,10 +461,7 @@ impl PreparedCase for Inputs {
     }
 
     fn arithmetic(&self) -> Arithmetic {
-        Arithmetic {
-            points: RoundingPoints::Specification,
-            lanes: self.case.operator().sum_lanes(),
-        }
+        Arithmetic::of_specification(self.case.operator().sum_lanes())
     }
 
     fn oracle_sharing(

@@ -19,6 +19,7 @@ use crate::case::{Case, CaseError};
 use crate::operator::elsewhere::{OfRank, WrittenByRank};
 use crate::record::{BatchAxis, Seconds};
 pub use crate::record::{Family, RoundingPoints};
+use dsv4_reference::Conventions;
 
 pub mod actual;
 pub mod any;
@@ -298,11 +299,21 @@ pub struct Arithmetic {
     /// The least number of lanes in which it adds the values of a row. The lanes are added as a
     /// tree.
     pub lanes: usize,
+    /// What it does otherwise than the specification.
+    pub conventions: Conventions,
+}
+
+impl Arithmetic {
+    /// That of a kernel which rounds where the specification does.
+    pub fn of_specification(lanes: usize) -> Self {
+        let (points, conventions) = (RoundingPoints::Specification, Conventions::default());
+        Self { points, lanes, conventions }
+    }
 }
 
 impl Default for Arithmetic {
     fn default() -> Self {
-        Self { points: RoundingPoints::Undeclared, lanes: 1 }
+        Self { points: RoundingPoints::Undeclared, ..Self::of_specification(1) }
     }
 }
 
@@ -346,7 +357,7 @@ pub trait PreparedCase: Sync {
 
     /// The arithmetic of the operator's own kernels.
     fn arithmetic(&self) -> Arithmetic {
-        Arithmetic { points: RoundingPoints::Specification, lanes: 1 }
+        Arithmetic::of_specification(1)
     }
 
     /// Bytes of GPU memory that must be free so that the kernels get all their buffers. 0 on the

@@ -215,6 +215,9 @@ pub struct OperatorRecord {
     /// The axes on which it declares batch invariance.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub invariant: Vec<InvariantRecord>,
+    /// What an adapter may declare that a kernel does otherwise: each name, and what it means.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conventions: Vec<[String; 2]>,
     /// What public kernels of its kind compute and no case of it can, each with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_expressible: Vec<String>,

@@ -196,6 +196,7 @@ fn operator(name: &str, has_backward: bool) -> OperatorRecord {
         paths: ["forward_block", "forward_warp", "backward"].map(|path| format!("{name}_{path}")).to_vec(),
         tensors: Vec::new(),
         invariant: Vec::new(),
+        conventions: Vec::new(),
         not_expressible: Vec::new(),
     }
 }

@@ -362,6 +362,7 @@ pub(super) fn operators(report: &Report) -> Vec<OperatorRecord> {
                 paths: Vec::new(),
                 tensors: Vec::new(),
                 invariant: Vec::new(),
+                conventions: Vec::new(),
                 not_expressible: Vec::new(),
             });
         }

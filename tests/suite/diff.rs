@@ -141,6 +141,7 @@ pub fn report() -> Report {
             paths: Vec::new(),
             tensors: Vec::new(),
             invariant: Vec::new(),
+            conventions: Vec::new(),
             not_expressible: Vec::new(),
         }],
         cases: (0..CASES).map(case).collect(),

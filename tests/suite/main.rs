@@ -22,6 +22,7 @@ mod drafts;
 mod emulator;
 mod extent;
 mod external;
+mod external_conventions;
 mod external_ranks;
 mod external_views;
 mod fuzz;

@@ -15,9 +15,10 @@
 //! A group with a NaN or an infinity has the scale byte 255, which decodes to NaN, and NaN codes.
 //! Bytes that pad the scales are 0.
 
+use crate::conventions::Conventions;
 use crate::error::{Error, Result, wrong_value};
 use crate::format::Format;
-use crate::quantize::{Quantized, quantize};
+use crate::quantize::{Quantized, quantize_by};
 
 /// Channels that share a scale.
 pub const SCALE_GROUP: usize = 64;
@@ -134,11 +135,17 @@ impl RowFormat {
 
     /// The bytes of a row's data and of its scales. The bf16 channels must be values of that type.
     pub fn encode(self, row: &[f64]) -> (Vec<u8>, Vec<u8>) {
+        self.encode_by(row, Conventions::default())
+    }
+
+    /// The same by these conventions of a kernel.
+    pub fn encode_by(self, row: &[f64], conventions: Conventions) -> (Vec<u8>, Vec<u8>) {
         let (nope, rope) = row.split_at(self.nope_dim);
         let (mut data, mut scales) =
             (Vec::with_capacity(self.data_bytes()), Vec::with_capacity(self.scale_bytes()));
         for group in nope.chunks(SCALE_GROUP) {
-            let Quantized { codes, scale_bytes } = quantize(group, SCALE_GROUP, Format::E4M3);
+            let Quantized { codes, scale_bytes } =
+                quantize_by(group, SCALE_GROUP, Format::E4M3, conventions);
             scales.extend(scale_bytes);
             data.extend(codes);
         }

@@ -12,6 +12,7 @@
 use candle_core::Tensor;
 
 use crate::cache::kv_cache::RowFormat;
+use crate::conventions::Conventions;
 use crate::error::{Error, Result, require, wrong_shape};
 use crate::precision::values;
 
@@ -36,11 +37,21 @@ pub struct Inputs {
 /// # Errors
 /// Shapes that do not match, a slot that occurs twice.
 pub fn forward(inputs: &Inputs) -> Result<Vec<u8>> {
+    forward_by(inputs, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+///
+/// # Errors
+/// As [`forward`].
+pub fn forward_by(inputs: &Inputs, conventions: Conventions) -> Result<Vec<u8>> {
     inputs.check()?;
     let head_dim = inputs.format.head_dim();
     let kv = values(&inputs.kv)?;
     let mut pages = inputs.pages.clone();
-    let row = |token: usize| inputs.format.encode(&kv[token * head_dim..(token + 1) * head_dim]);
+    let row = |token: usize| {
+        inputs.format.encode_by(&kv[token * head_dim..(token + 1) * head_dim], conventions)
+    };
     inputs.format.bytes().scatter(&mut pages, inputs.page_size, &inputs.slots, row)?;
     Ok(pages)
 }

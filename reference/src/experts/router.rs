@@ -27,6 +27,7 @@
 
 use candle_core::{Device, Tensor};
 
+use crate::conventions::Convention;
 use crate::error::{Result, require_that};
 use crate::indexer::topk::ordered;
 use crate::named::Named;
@@ -77,7 +78,11 @@ pub fn backward(
     let upstream = unless(&slots.unused, inputs.tensor("dtopk_weights")?, 0.0)?;
     let terms = rounding.f32(&(&upstream * unless(&slots.unused, &normalised, 0.0)?)?)?;
     let along = rounding.sum_keepdim_f32(&terms, 1)?;
-    let along = unless(&sum.lt(SUM_FLOOR)?, &along, 0.0)?;
+    // A divisor that is no sum has no gradient.
+    let along = match rounding.conventions().have(Convention::SumPlusFloor) {
+        true => along,
+        false => unless(&sum.lt(SUM_FLOOR)?, &along, 0.0)?,
+    };
     let factor = rounding.f32(&(divisor.recip()? * route_scale)?)?;
     let dscores = rounding.f32(&upstream.broadcast_sub(&along)?)?;
     let dscores = rounding.f32(&dscores.broadcast_mul(&factor)?)?;
@@ -154,7 +159,10 @@ impl Slots {
     fn weights(&self, rounding: &mut Rounding) -> Result<Weights> {
         let scores = unless(&self.unused, &scores(&self.logits, rounding)?, 0.0)?;
         let sum = rounding.sum_keepdim_f32(&scores, 1)?;
-        let divisor = unless(&sum.lt(SUM_FLOOR)?, &sum, SUM_FLOOR)?;
+        let divisor = match rounding.conventions().have(Convention::SumPlusFloor) {
+            true => rounding.f32(&(&sum + SUM_FLOOR)?)?,
+            false => unless(&sum.lt(SUM_FLOOR)?, &sum, SUM_FLOOR)?,
+        };
         let normalised = rounding.f32(&scores.broadcast_div(&divisor)?)?;
         Ok(Weights { scores, sum, divisor, normalised })
     }
@@ -270,6 +278,7 @@ fn slopes(logits: &Tensor, scores: &Tensor, rounding: &mut Rounding) -> Result<T
 mod tests {
     use super::*;
     use crate::Precision;
+    use crate::conventions::Conventions;
     use crate::testing::{
         Draw, Golden, UNIT_ROUNDOFF, assert_directional_derivative, assert_unbiased, assert_within,
         differentiated, dot, dot_of_magnitudes, f64_tensor,
@@ -441,17 +450,23 @@ mod tests {
 
     #[test]
     fn backward_equals_directional_finite_differences() -> Result<()> {
-        for (inputs, topk) in [(learned(5, [6, 12, 4], 3.0), 4), (hashed(6, [6, 12, 4]), 4)] {
-            let gradients = backward(&inputs, topk, SCALE, &mut Rounding::exact())?;
+        let plus = Conventions::of([Convention::SumPlusFloor]);
+        // Sums about as large as the floor, which is then a part of the divisor.
+        let tiny = learned(5, [6, 12, 4], 3.0);
+        let tiny = tiny.clone().with("logits", (tiny.tensor("logits")? - 92.0)?);
+        for (inputs, topk, conventions) in [
+            (learned(5, [6, 12, 4], 3.0), 4, Conventions::default()),
+            (hashed(6, [6, 12, 4]), 4, Conventions::default()),
+            (learned(5, [6, 12, 4], 3.0), 4, plus),
+            (tiny, 4, plus),
+        ] {
+            let exact = || Rounding::exact().with_conventions(conventions);
+            let gradients = backward(&inputs, topk, SCALE, &mut exact())?;
             let direction = Draw::new(7).normal(&[6, 12], 1.0);
             let weights = |h: f64| -> Result<Tensor> {
                 let moved = (inputs.tensor("logits")? + (&direction * h)?)?;
-                let outputs = forward(
-                    &inputs.clone().with("logits", moved),
-                    topk,
-                    SCALE,
-                    &mut Rounding::exact(),
-                )?;
+                let outputs =
+                    forward(&inputs.clone().with("logits", moved), topk, SCALE, &mut exact())?;
                 Ok(outputs.tensor("topk_weights")?.clone())
             };
             let upstream = inputs.tensor("dtopk_weights")?;

@@ -15,12 +15,13 @@
 
 use candle_core::Tensor;
 
+use crate::conventions::Conventions;
 use crate::error::{Error, Result, require_that};
 use crate::format::Format;
 use crate::formats::scale_layout::{ScaleLayout, Scales};
 use crate::named::Named;
 use crate::precision::values;
-use crate::quantize::{ScaleType, codes_of, scale_of};
+use crate::quantize::{ScaleType, codes_by, scale_by};
 
 /// The rows of a square group.
 pub const SQUARE: usize = 128;
@@ -106,6 +107,14 @@ fn groups(group: Group, [num_rows, width]: [usize; 2]) -> impl Iterator<Item = V
 /// # Errors
 /// A tensor of the wrong shape, or scales of squares or of fp32 in an unsupported layout.
 pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
+    quantize_by(inputs, options, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+///
+/// # Errors
+/// As [`quantize`].
+pub fn quantize_by(inputs: &Named, options: Options, conventions: Conventions) -> Result<Named> {
     options.check()?;
     let axes = ["num_rows", "width"];
     let shape = inputs.extents(axes, &[(&["x"], &axes)])?;
@@ -114,10 +123,10 @@ pub fn quantize(inputs: &Named, options: Options) -> Result<Named> {
     let mut scales = Vec::new();
     for group in groups(options.group, shape) {
         let numbers: Vec<f64> = group.iter().map(|&at| x[at]).collect();
-        let scale = scale_of(&numbers, Format::E4M3, options.scale);
+        let scale = scale_by(&numbers, Format::E4M3, options.scale, conventions);
         group
             .iter()
-            .zip(codes_of(&numbers, scale, Format::E4M3))
+            .zip(codes_by(&numbers, scale, Format::E4M3, conventions))
             .for_each(|(&at, code)| codes[at] = code.into());
         scales.push(scale);
     }

@@ -24,6 +24,7 @@
 
 use candle_core::{Device, Tensor};
 
+use crate::conventions::{Convention, Conventions};
 use crate::error::Result;
 use crate::indexer::topk::ordered;
 use crate::named::Named;
@@ -102,8 +103,18 @@ pub fn ranked(logits: &[f64], temperature: f64) -> (Vec<usize>, Vec<f64>) {
 
 /// Number of ids, from the first of the order on, that are kept for these weights.
 pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
+    num_kept_by(weights, filters, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+pub fn num_kept_by(weights: &[f64], filters: Filters, conventions: Conventions) -> usize {
     let Filters { top_k, top_p, min_p } = filters;
-    let by_count = if top_k > 0.0 { top_k as usize } else { usize::MAX };
+    let mut by_count = if top_k > 0.0 { top_k as usize } else { usize::MAX };
+    if let (true, Some(&last)) =
+        (conventions.have(Convention::TiesKept), weights.get(by_count.wrapping_sub(1)))
+    {
+        by_count += weights[by_count..].iter().take_while(|&&weight| weight == last).count();
+    }
     let by_weight = if min_p > 0.0 {
         weights.iter().filter(|&&w| w >= min_p.min(1.0)).count()
     } else {
@@ -111,7 +122,9 @@ pub fn num_kept(weights: &[f64], filters: Filters) -> usize {
     };
     let mut by_share = usize::MAX;
     if top_p < 1.0 {
-        let (wanted, mut sum) = (top_p * weights.iter().sum::<f64>(), 0.0);
+        let of_kept = conventions.have(Convention::TopPOfKept);
+        let shared = if of_kept { by_count.min(weights.len()) } else { weights.len() };
+        let (wanted, mut sum) = (top_p * weights[..shared].iter().sum::<f64>(), 0.0);
         let reaches = |weight: &f64| {
             sum += weight;
             sum >= wanted
@@ -159,7 +172,7 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
                 top_p: number(&top_p, 1.0),
                 min_p: number(&min_p, 0.0),
             };
-            for &id in &order[..num_kept(&weights, filters)] {
+            for &id in &order[..num_kept_by(&weights, filters, rounding.conventions())] {
                 kept[at + id] = true;
                 let word = word(seed[row] as i64 as u64, step[row] as i64 as u64, id);
                 waiting[at + id] = -f64::from(-uniform(word)).ln_1p();
@@ -253,6 +266,22 @@ mod tests {
         assert_eq!(uniform(u32::MAX - 127), 1.0);
         assert!(uniform(u32::MAX - 128) < 1.0);
         assert!(-(-uniform(0)).ln_1p() > 0.0 && -(-uniform(u32::MAX)).ln_1p() == f32::INFINITY);
+    }
+
+    #[test]
+    fn other_kernels_keep_ties_and_take_a_share_of_what_is_left() {
+        let kept = |filters, convention| {
+            num_kept_by(&[1.0, 0.5, 0.5, 0.25], filters, Conventions::of([convention]))
+        };
+        let two = Filters { top_k: 2.0, ..NONE };
+        assert_eq!(kept(two, Convention::TiesKept), 3);
+        assert_eq!(kept(two, Convention::TopPOfKept), 2);
+        assert_eq!(kept(Filters { top_k: 4.0, ..NONE }, Convention::TiesKept), 4);
+        assert_eq!(kept(Filters { top_k: 9.0, ..NONE }, Convention::TiesKept), 4);
+        // 0.6 of 2.25 takes two, of 1.5 one.
+        let share = Filters { top_k: 2.0, top_p: 0.6, ..NONE };
+        assert_eq!(kept(share, Convention::TiesKept), 2);
+        assert_eq!(kept(share, Convention::TopPOfKept), 1);
     }
 
     #[test]

@@ -8,10 +8,10 @@ use std::rc::Rc;
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_cache_write as launcher;
-use dsv4_reference::Format;
 use dsv4_reference::cache::kv_cache::{RowBytes, SCALE_GROUP};
 use dsv4_reference::cache::kv_cache_write as reference;
 use dsv4_reference::quantize::{ScaleType, floor_of};
+use dsv4_reference::{Convention, Format};
 use dsv4_runtime::HostTensor;
 use rand::Rng;
 
@@ -117,6 +117,8 @@ impl Operator for KvCacheWrite {
         modules: launcher::modules,
         cases: [16, 40, 120],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::ScaleFloor];
 
     fn tensors(c: &KvCacheWriteCase) -> Specs {
         let tokens = [axis("num_tokens", c.num_tokens), axis("head_dim", c.format().head_dim())];
@@ -247,7 +249,11 @@ impl Operator for KvCacheWrite {
     }
 
     /// Only the result is rounded: all precisions give one result.
-    fn forward(c: &KvCacheWriteCase, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &KvCacheWriteCase,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let cache = t.host().tensor("cache");
         let inputs = reference::Inputs {
             kv: t.f64("kv")?,
@@ -256,7 +262,8 @@ impl Operator for KvCacheWrite {
             page_size: c.page_size,
             pages: cache.bytes.clone(),
         };
-        let pages = reference::forward(&inputs)?.into_iter().map(f64::from).collect();
+        let pages = reference::forward_by(&inputs, rounding.conventions())?;
+        let pages = pages.into_iter().map(f64::from).collect();
         Ok(Named::new().with("cache", tensor(pages, &cache.shape)?))
     }
 

@@ -6,6 +6,7 @@
 //! Then the ids have one right answer, ties included.
 
 use dsv4_kernels::experts::router as launcher;
+use dsv4_reference::Convention;
 use dsv4_reference::experts::router as reference;
 use rand::Rng;
 
@@ -136,6 +137,8 @@ impl Operator for Router {
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::SumPlusFloor];
 
     const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[(
         "sigmoid or softmax scores, and groups of experts",

@@ -9,7 +9,7 @@ use dsv4_kernels::formats::quantize_fp8::{
 };
 use dsv4_reference::formats::quantize_fp8 as reference;
 use dsv4_reference::quantize::{self, floor_of};
-use dsv4_reference::{Format, formats::scale_layout};
+use dsv4_reference::{Convention, Format, formats::scale_layout};
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};
@@ -150,6 +150,13 @@ impl Operator for QuantizeFp8 {
         modules: launcher::modules,
         cases: [30, 80, 160],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[
+        Convention::ScaleDivided,
+        Convention::ScaleFloor,
+        Convention::CodesByInverse,
+        Convention::CodesByAmax,
+    ];
 
     const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] = &[
         ("groups of 32 in a row", "the model has groups of 64 and 128; `quantize_mxfp4` has 32"),
@@ -308,9 +315,10 @@ impl Operator for QuantizeFp8 {
         Ok(())
     }
 
-    fn forward(c: &QuantizeFp8Case, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+    fn forward(c: &QuantizeFp8Case, t: &Bound<'_>, rounding: &mut Rounding) -> OracleResult<Named> {
         if c.quantizes() {
-            return reference::quantize(&t.named()?, c.of_oracle());
+            let conventions = rounding.conventions();
+            return reference::quantize_by(&t.named()?, c.of_oracle(), conventions);
         }
         reference::dequantize(&t.named()?, c.of_oracle(), format_of(c.dtype))
     }

@@ -7,6 +7,7 @@
 //! the scores of the race, by margin.
 
 use dsv4_kernels::head::sampler as launcher;
+use dsv4_reference::Convention;
 use dsv4_reference::head::sampler::{self as reference, Filters as Limits};
 use rand::Rng;
 
@@ -143,6 +144,8 @@ impl Operator for Sampler {
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::TopPOfKept, Convention::TiesKept];
 
     fn tensors(c: &SamplerCase) -> Specs {
         let rows = axis("num_rows", c.num_rows);
