@@ -58,7 +58,7 @@ DEVICE void mbarrier_arrive_at(SharedAddress barrier, uint32_t rank) {
 // parity 1 on a fresh barrier returns at once.
 DEVICE void mbarrier_wait(SharedAddress barrier, uint32_t parity) {
 #if defined(PARITY_EMULATOR)
-    emulator::host->mbarrier_wait(emulator::context, barrier, parity);
+    emulator::wait_at_mbarrier(barrier, parity);
 #else
     asm volatile(
         "{\n"

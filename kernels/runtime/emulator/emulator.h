@@ -126,7 +126,7 @@ struct HostApi {
     void (*mbarrier_init)(ThreadContext*, uint32_t barrier, uint32_t arrivals);
     // Arrives, and makes the phase wait for `bytes` more.
     void (*mbarrier_arrive)(ThreadContext*, uint32_t barrier, uint32_t bytes);
-    void (*mbarrier_wait)(ThreadContext*, uint32_t barrier, uint32_t parity);
+    void (*mbarrier_wait)(ThreadContext*, uint32_t barrier, uint32_t parity, const void* code);
     // Copies at some moment, and then counts the bytes at the mbarrier.
     void (*bulk_copy_in)(ThreadContext*, uint32_t target, const uint8_t* source, uint32_t bytes, uint32_t barrier);
     // Adds at some moment before the wait.
@@ -356,6 +356,11 @@ EMULATOR_INLINE void accessed(const void* address, uint64_t bytes, AccessKind ki
 // The same for what the compiler does not tell of, from the code that calls this.
 UNWATCHED __attribute__((noinline)) inline void accessed_by_caller(const void* address, uint64_t bytes, AccessKind kind) {
     accessed(address, bytes, kind, __builtin_return_address(0));
+}
+
+// Waits at an mbarrier, in the code that calls this.
+UNWATCHED __attribute__((noinline)) inline void wait_at_mbarrier(uint32_t barrier, uint32_t parity) {
+    host->mbarrier_wait(context, barrier, parity, __builtin_return_address(0));
 }
 }  // namespace emulator
 

@@ -53,6 +53,9 @@ pub struct BlockFault {
     pub what: String,
     /// The race that is the fault, if any; the launch then replaces `what` by its description.
     pub race: Option<Box<Race>>,
+    /// Where in the module's code a thread waits, if that is the fault and known; the launch then
+    /// adds the line.
+    pub waits_at: Option<u32>,
 }
 
 /// The state of a thread.
@@ -61,7 +64,7 @@ pub(super) enum State {
     Ready,
     AtCollective { mask: u32, op: usize, what: *const c_char, payload: *mut c_void },
     AtBarrier { id: u32 },
-    AtMbarrier { offset: u32, parity: u32 },
+    AtMbarrier { offset: u32, parity: u32, place: u32 },
     AtClusterBarrier,
     Exited,
 }
@@ -218,7 +221,7 @@ impl Block {
     pub(super) fn fault_at(&self, thread: u32, what: String) -> BlockFault {
         let context = &self.contexts[thread as usize];
         let (block, thread) = (context.block_idx, context.thread_idx);
-        BlockFault { block, thread, access: None, what, race: None }
+        BlockFault { block, thread, access: None, what, race: None, waits_at: None }
     }
 
     pub(super) fn make_ready(&mut self, thread: u32) {

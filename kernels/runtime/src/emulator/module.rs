@@ -186,6 +186,12 @@ impl EmulatorModule {
                 if let Some(race) = &fault.race {
                     fault.what = self.describe_race(race, launch.block, launch.cluster);
                 }
+                if let Some(line) = fault.waits_at.and_then(|at| {
+                    let [line] = source_lines(&self.path, [at]);
+                    line
+                }) {
+                    fault.what += &format!("; it waits at {line}");
+                }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());
                 // A block that was only stopped may come here before the block whose fault stopped
                 // it. Any fault has priority over a stop, and the fault of the lowest block over

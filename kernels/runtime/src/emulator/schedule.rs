@@ -313,6 +313,12 @@ impl Block {
         self.exited += 1;
         self.leave_cluster(thread);
         self.meetings[thread as usize / 32].exited |= 1 << (thread % 32);
+        let waits_at = match ending {
+            Ending::Interrupted => {
+                self.other_that_waits(thread).and_then(|(_, state)| place_of(state))
+            }
+            _ => None,
+        };
         let what = match ending {
             Ending::Returned if self.bulk.still_reads(thread) => {
                 "returned while its bulk additions may still read shared memory".to_owned()
@@ -330,14 +336,21 @@ impl Block {
             Ending::Interrupted => format!("{TIME_LIMIT}{}", self.others_wait(thread)),
         };
         self.fail_at(thread, what);
+        if let Some(failure) = &mut self.failure {
+            failure.waits_at = failure.waits_at.or(waits_at);
+        }
+    }
+
+    /// The first thread that waits, other than this one.
+    fn other_that_waits(&self, running: u32) -> Option<(usize, &State)> {
+        self.states.iter().enumerate().find(|(thread, state)| {
+            *thread != running as usize && !matches!(state, State::Exited | State::Ready)
+        })
     }
 
     /// What the first other thread that waits, waits for, in brackets; nothing if none waits.
     fn others_wait(&self, running: u32) -> String {
-        let waits = |(thread, state): &(usize, &State)| {
-            *thread != running as usize && !matches!(state, State::Exited | State::Ready)
-        };
-        let Some((first, state)) = self.states.iter().enumerate().find(waits) else {
+        let Some((first, state)) = self.other_that_waits(running) else {
             return String::new();
         };
         format!(" (thread {} {})", self.contexts[first].thread_idx, self.wait(state))
@@ -388,7 +401,7 @@ impl Block {
                 write!(what, "; thread {} {}", self.contexts[thread].thread_idx, self.wait(state));
         }
         what.push(')');
-        self.fault_at(first as u32, what)
+        BlockFault { waits_at: place_of(&self.states[first]), ..self.fault_at(first as u32, what) }
     }
 
     /// What a thread in this state waits for.
@@ -410,7 +423,7 @@ impl Block {
             State::AtCollective { mask, what, .. } => {
                 format!("waits in {} with mask {mask:#010x} for lanes that never come", name(what))
             }
-            State::AtMbarrier { offset, parity } => {
+            State::AtMbarrier { offset, parity, .. } => {
                 let lacks = self.mbarriers.lacks(offset);
                 format!(
                     "waits at the mbarrier at offset {offset:#x} for parity {parity}, where {lacks}"
@@ -429,13 +442,24 @@ impl Block {
         match (&self.states[first], other) {
             (State::AtBarrier { id: a }, State::AtBarrier { id: b }) => a == b,
             (State::AtClusterBarrier, State::AtClusterBarrier) => true,
-            (State::AtMbarrier { .. }, State::AtMbarrier { .. }) => self.states[first] == *other,
+            (
+                State::AtMbarrier { offset: a, parity: p, .. },
+                State::AtMbarrier { offset: b, parity: q, .. },
+            ) => (a, p) == (b, q),
             (
                 State::AtCollective { op: a, mask: m, .. },
                 State::AtCollective { op: b, mask: n, .. },
             ) => a == b && m == n,
             _ => false,
         }
+    }
+}
+
+/// Where in the module's code a thread waits, if its state says so.
+fn place_of(state: &State) -> Option<u32> {
+    match *state {
+        State::AtMbarrier { place, .. } => Some(place),
+        _ => None,
     }
 }
 

@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::supervisor::run_within;
 
 /// Headers whose functions stand for their callers: a load in one of them is the caller's.
-const ACCESSORS: [&str; 4] = ["emulator.h", "mma_model.h", "memory.h", "async_copy.h"];
+const ACCESSORS: [&str; 6] =
+    ["emulator.h", "mma_model.h", "memory.h", "async_copy.h", "mbarrier.h", "pipeline.h"];
 
 /// Bytes of code after an accessor's within which the function that it is inlined in goes on.
 const NEAR: u32 = 256;

@@ -1,5 +1,7 @@
 //! Mbarriers: initialisation, arrival, wait.
 
+use std::ffi::c_void;
+
 use super::super::accesses::AccessKind;
 use super::super::block::{
     Block, State, ThreadContext, abandon, maybe_yield, scheduler, stop_at_fault, suspend,
@@ -88,7 +90,12 @@ pub unsafe extern "C" fn mbarrier_arrive_at(context: *mut ThreadContext, offset:
     unsafe { maybe_yield(context) };
 }
 
-pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32, parity: u32) {
+pub unsafe extern "C" fn mbarrier_wait(
+    context: *mut ThreadContext,
+    offset: u32,
+    parity: u32,
+    code: *const c_void,
+) {
     if parity > 1 {
         unsafe {
             abandon(context, format!("mbarrier at offset {offset:#x}: waits for parity {parity}"))
@@ -112,7 +119,8 @@ pub unsafe extern "C" fn mbarrier_wait(context: *mut ThreadContext, offset: u32,
         // A late thread that one phase released may find the next phase complete as well. It then
         // continues to wait, as it would if it polled the barrier.
         barrier.waiting.push(thread);
-        block.states[thread as usize] = State::AtMbarrier { offset, parity };
+        let place = block.place_of(code);
+        block.states[thread as usize] = State::AtMbarrier { offset, parity, place };
         unsafe { suspend(context) };
         waited = true;
     }

@@ -45,7 +45,7 @@ pub struct HostApi {
     fence_async_proxy: unsafe extern "C" fn(*mut ThreadContext),
     mbarrier_init: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
     mbarrier_arrive: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
-    mbarrier_wait: unsafe extern "C" fn(*mut ThreadContext, u32, u32),
+    mbarrier_wait: unsafe extern "C" fn(*mut ThreadContext, u32, u32, *const c_void),
     bulk_copy_in: unsafe extern "C" fn(*mut ThreadContext, u32, *const u8, u32, u32),
     bulk_add: unsafe extern "C" fn(*mut ThreadContext, *mut f32, u32, u32),
     bulk_commit: unsafe extern "C" fn(*mut ThreadContext),
