@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{self, BufRead, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -230,10 +230,7 @@ impl PlanRecord {
 /// Files that cannot be read, or that are not a plan and records.
 pub fn read_unfinished(dir: &Path) -> Result<Option<Report>> {
     let Some(plan) = read_plan(dir)? else { return Ok(None) };
-    let path = dir.join(RECORDS);
-    let mut file = File::open(&path).with_context(|| format!("reading {}", path.display()))?;
-    let records = complete_lines(&mut file).and_then(|text| parse_records(&text));
-    let records = records.with_context(|| path.display().to_string())?.records;
+    let records = records_of(&dir.join(RECORDS))?.records;
     let done = records.iter().filter(|record| record.origin != Origin::Shrunk).count() as u64;
     let seconds = records.iter().map(|record| record.kernel_seconds + record.oracle_seconds).sum();
     let missing = plan.shard_cases.saturating_sub(done);
@@ -249,20 +246,30 @@ pub struct Records {
     pub complete_bytes: u64,
 }
 
-/// Parses records, one a line. A last line without an end was cut by a kill and is skipped.
+/// Reads records, one a line, and a line at a time: the text of all takes as much memory as they
+/// do. A last line without an end was cut by a kill and is skipped.
 ///
 /// # Errors
-/// A complete line that is not a record, with its number.
-pub fn parse_records(text: &str) -> Result<Records> {
-    let complete = text.rfind('\n').map_or(0, |end| end + 1);
-    let records = text[..complete]
-        .lines()
-        .enumerate()
-        .map(|(number, line)| {
-            serde_json::from_str(line).with_context(|| format!("line {} is no record", number + 1))
-        })
-        .collect::<Result<_>>()?;
-    Ok(Records { records, complete_bytes: complete as u64 })
+/// What cannot be read; a complete line that is not a record, with its number.
+pub fn read_records(mut reader: impl BufRead) -> Result<Records> {
+    let (mut line, mut records, mut complete_bytes) = (Vec::new(), Vec::new(), 0);
+    while reader.read_until(b'\n', &mut line)? > 0 && line.ends_with(b"\n") {
+        let record = serde_json::from_slice(&line);
+        let number = records.len() + 1;
+        records.push(record.with_context(|| format!("line {number} is no record"))?);
+        complete_bytes += line.len() as u64;
+        line.clear();
+    }
+    Ok(Records { records, complete_bytes })
+}
+
+/// The records of a file.
+///
+/// # Errors
+/// As [`read_records`], with the file's name.
+pub fn records_of(path: &Path) -> Result<Records> {
+    let file = File::open(path).with_context(|| format!("reading {}", path.display()))?;
+    read_records(BufReader::new(file)).with_context(|| path.display().to_string())
 }
 
 /// The plan of a folder; `None` where no run has started.
@@ -334,7 +341,7 @@ impl Journal {
         refuse_another_plan(before, plan)
             .with_context(|| format!("{} cannot be resumed", dir.display()))?;
         let mut journal = Self::open(dir)?;
-        let records = complete_lines(&mut journal.file).and_then(|text| parse_records(&text));
+        let records = read_records(BufReader::new(&journal.file));
         let records = records.with_context(|| journal.path.display().to_string())?;
         cut_behind(&mut journal.file, records.complete_bytes)
             .with_context(|| format!("cutting {}", journal.path.display()))?;

@@ -139,8 +139,7 @@ impl Part {
 /// Takes the complete record of each case from the records next to the report, because the report
 /// keeps less of it. A record must exist and name the same case and the same verdict.
 fn complete(report: &mut Report, dir: &Path) {
-    let Ok(text) = std::fs::read_to_string(dir.join(journal::RECORDS)) else { return };
-    let Ok(records) = journal::parse_records(&text) else { return };
+    let Ok(records) = journal::records_of(&dir.join(journal::RECORDS)) else { return };
     let key = |record: &CaseRecord| {
         (record.plan_number, record.origin == Origin::Shrunk, record.case.to_string())
     };
@@ -165,8 +164,8 @@ fn says_the_same(record: &CaseRecord, kept: &CaseRecord) -> bool {
 /// What a folder shows about a run that did not end.
 fn unfinished(dir: &Path) -> Option<MergeError> {
     let plan = journal::read_plan(dir).ok()??;
-    let text = std::fs::read(dir.join(journal::RECORDS)).unwrap_or_default();
-    let records = journal::parse_records(&String::from_utf8_lossy(&text)).ok()?.records;
+    let path = dir.join(journal::RECORDS);
+    let records = if path.exists() { journal::records_of(&path).ok()?.records } else { Vec::new() };
     let done = records.iter().filter(|record| record.origin != Origin::Shrunk).count();
     Some(MergeError::Unfinished {
         dir: dir.to_owned(),

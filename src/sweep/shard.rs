@@ -307,7 +307,7 @@ impl Costs {
         let records = match report {
             Ok(report) => report.cases,
             Err(_) => {
-                journal::parse_records(&text)
+                journal::read_records(text.as_bytes())
                     .with_context(|| format!("costs in {}", path.display()))?
                     .records
             }

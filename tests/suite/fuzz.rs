@@ -358,7 +358,7 @@ fn records() {
         .map(|case| format!("{}\n", serde_json::to_string(case).unwrap()))
         .collect();
     tried("records.jsonl", vec![lines.into_bytes()], false, |input| {
-        let Ok(parsed) = journal::parse_records(&String::from_utf8_lossy(input)) else {
+        let Ok(parsed) = journal::read_records(input) else {
             return false;
         };
         let costs = Costs::from_records(&parsed.records);
