@@ -149,7 +149,12 @@ fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
     let shown = Terminal::of(arguments);
     let more = || open(arguments);
     let devices = (jobs(arguments, &device), &more as &Open<'_>);
-    let session = Session::prepare(options(arguments)?, device, devices, &shown)?;
+    let only = !arguments.only.is_empty();
+    let journal = |device: &Device| {
+        let open = || Journal::open(&folder(arguments), device, arguments.resume);
+        (!only).then(open).transpose()
+    };
+    let mut session = Session::prepare(options(arguments)?, device, devices, journal, &shown)?;
     let failing = session.failing_cases();
     if !failing.is_empty() {
         failing.iter().for_each(|record| {
@@ -158,11 +163,8 @@ fn run(arguments: &MutantsArguments, device: Device) -> Result<Exit> {
         return Ok(Exit::Disagreed);
     }
     let trials = session.trials();
-    let only = !arguments.only.is_empty();
-    let journal =
-        (!only).then(|| Journal::open(&folder(arguments), session.device(), arguments.resume));
     let schedule = schedule(arguments, session.device());
-    let fates = session.run(&trials, &schedule, journal.transpose()?, &shown)?;
+    let fates = session.run(&trials, &schedule, &shown)?;
     let (revision, environment) =
         (revision(session.device()), session.device().environment().clone());
     let judged = session.conclude(&trials, fates);

@@ -156,8 +156,16 @@ fn a_kill_rate_under_the_floor_exits_with_1_and_a_resumed_run_judges_no_mutant_a
     for needle in ["SURVIVED", "below what is required: kv_cache_write: "] {
         assert!(first.stdout.contains(needle), "`{needle}` is not in\n{}", first.stdout);
     }
+    let journal = || std::fs::read_to_string(out.path().join("mutants.jsonl")).expect("a journal");
+    let complete = journal();
+    assert!(complete.matches("\"known\":").count() > 10, "{complete}");
+    // What a list does not fit is found out before anything is written.
+    let stale = folder("kv_cache_write.toml", &planted("no kernel says this", ""));
+    mutants(stale.path(), &["--out", path]).assert_code(2);
+    assert!(journal() == complete, "a list that does not fit changed the journal");
     let again = run(&["--floor", "0", "--resume"]);
     again.assert_code(0);
+    assert!(journal() == complete, "cases without mutants ran again");
     assert!(again.stdout.contains("3 of 3 mutants were judged before"), "{}", again.stdout);
     let report = std::fs::read_to_string(out.path().join("report.json")).expect("a report");
     let report: Report = serde_json::from_str(&report).expect("a report");

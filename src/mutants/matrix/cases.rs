@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use dsv4_runtime::Device;
+use serde::{Deserialize, Serialize};
 
 use crate::case::Case;
 use crate::judge::checks::CheckOptions;
@@ -13,6 +14,7 @@ use crate::sweep;
 use crate::sweep::regressions::Regressions;
 
 /// A case, and its run on the unmutated kernels.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KnownCase {
     /// The case.
     pub case: Case,

@@ -1,5 +1,5 @@
-//! The result of each mutant so far: `mutants.jsonl`. It grows by a line with each mutant and
-//! survives a kill.
+//! The result of each case without mutants and of each mutant so far: `mutants.jsonl`. It grows by
+//! a line with each of them and survives a kill.
 //!
 //! A line identifies its trial by a digest of everything that could change its result: the mutant,
 //! its cases, the schedules, the kernels, the executable and the backend. So a resumed run keeps
@@ -14,7 +14,9 @@ use anyhow::{Context, Result};
 use dsv4_runtime::Device;
 use serde::{Deserialize, Serialize};
 
+use super::cases::KnownCase;
 use super::trial::Trial;
+use crate::case::Case;
 use crate::record::{MutantRecord, journal};
 
 /// Name of the journal's file.
@@ -22,11 +24,20 @@ pub const JOURNAL: &str = journal::MUTANTS;
 
 /// One line of the journal.
 #[derive(Debug, Serialize, Deserialize)]
-struct Line {
-    /// [`Journal::digest`].
-    trial: String,
-    /// The result of the mutant.
-    record: MutantRecord,
+#[serde(untagged)]
+enum Line {
+    Mutant {
+        /// [`Journal::digest`].
+        trial: String,
+        /// The result of the mutant.
+        record: Box<MutantRecord>,
+    },
+    Case {
+        /// [`Journal::digest`].
+        case: String,
+        /// The case without mutants.
+        known: Box<KnownCase>,
+    },
 }
 
 /// The open journal of a run, and the earlier results that it keeps.
@@ -37,6 +48,7 @@ pub struct Journal {
     /// Kernels, executable and backend, as far as they could change a result.
     identity: String,
     known: BTreeMap<String, MutantRecord>,
+    known_cases: BTreeMap<String, KnownCase>,
 }
 
 impl Journal {
@@ -59,7 +71,8 @@ impl Journal {
         journal::refuse_foreign(dir)?;
         std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         let (path, file) = journal::open_alone(dir, JOURNAL)?;
-        let mut journal = Self { path, file, identity, known: BTreeMap::new() };
+        let mut journal =
+            Self { path, file, identity, known: BTreeMap::new(), known_cases: BTreeMap::new() };
         journal.take_over(resume).with_context(|| journal.path.display().to_string())?;
         Ok(journal)
     }
@@ -71,15 +84,19 @@ impl Journal {
         }
         let lines = journal::complete_lines(&mut self.file)?;
         for (number, line) in lines.lines().enumerate() {
-            let Line { trial, record } = serde_json::from_str(line)
-                .with_context(|| format!("line {} is no record of a mutant", number + 1))?;
-            self.known.insert(trial, record);
+            let line = serde_json::from_str(line).with_context(|| {
+                format!("line {} is no record of a mutant or a case", number + 1)
+            })?;
+            match line {
+                Line::Mutant { trial, record } => drop(self.known.insert(trial, *record)),
+                Line::Case { case, known } => drop(self.known_cases.insert(case, *known)),
+            }
         }
         Ok(journal::cut_behind(&mut self.file, lines.len() as u64)?)
     }
 
-    /// The digest that identifies a trial on this device.
-    fn digest(&self, trial: &Trial) -> Result<String> {
+    /// The digest that identifies a trial, or a case and its schedules, on this device.
+    fn digest(&self, trial: &impl Serialize) -> Result<String> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.identity.as_bytes()).update(&[0]).update(&serde_json::to_vec(trial)?);
         Ok(hasher.finalize().to_hex().to_string())
@@ -93,13 +110,34 @@ impl Journal {
         Ok(self.known.get(&self.digest(trial)?).cloned())
     }
 
+    /// A case with so many schedules as an earlier run knew it.
+    ///
+    /// # Errors
+    /// A case that cannot be written as JSON.
+    pub fn known_case(&self, case: &Case, schedules: u32) -> Result<Option<KnownCase>> {
+        Ok(self.known_cases.get(&self.digest(&(case, schedules))?).cloned())
+    }
+
     /// Appends the result of a trial, in one write.
     ///
     /// # Errors
     /// The file system's.
     pub fn append(&mut self, trial: &Trial, record: &MutantRecord) -> Result<()> {
-        let line = Line { trial: self.digest(trial)?, record: record.clone() };
-        let mut bytes = serde_json::to_vec(&line)?;
+        let (trial, record) = (self.digest(trial)?, Box::new(record.clone()));
+        self.write(&Line::Mutant { trial, record })
+    }
+
+    /// Appends a case without mutants, in one write.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn append_case(&mut self, known: &KnownCase, schedules: u32) -> Result<()> {
+        let (case, known) = (self.digest(&(&known.case, schedules))?, Box::new(known.clone()));
+        self.write(&Line::Case { case, known })
+    }
+
+    fn write(&mut self, line: &Line) -> Result<()> {
+        let mut bytes = serde_json::to_vec(line)?;
         bytes.push(b'\n');
         self.file.write_all(&bytes).with_context(|| format!("writing to {}", self.path.display()))
     }

@@ -74,6 +74,7 @@ pub struct Session {
     equivalents: Equivalents,
     plans: Vec<Plan>,
     known: Vec<Vec<KnownCase>>,
+    journal: Option<Journal>,
 }
 
 /// What a run leaves.
@@ -131,8 +132,9 @@ pub fn with_kernels(list: Option<&str>) -> Result<Vec<&'static AnyOperator>> {
 }
 
 impl Session {
-    /// Chooses the mutants, and runs the cases without any: as many at a time as there are
-    /// `devices`: one is the device itself, more are opened by `open`.
+    /// Chooses the mutants, and runs the cases without any, but for those that a journal has: as
+    /// many at a time as there are `devices`: one is the device itself, more are opened by `open`.
+    /// The journal is opened once the lists are known to fit: an earlier one may be emptied.
     ///
     /// # Errors
     /// Lists of mutants that do not fit the kernels, and unknown ids: before minutes are spent. A
@@ -141,6 +143,7 @@ impl Session {
         options: Options,
         device: Device,
         (devices, open): (usize, &Open<'_>),
+        journal: impl FnOnce(&Device) -> Result<Option<Journal>>,
         shown: &dyn Shown,
     ) -> Result<Self> {
         let names: Vec<&str> = options.operators.iter().map(|operator| operator.name()).collect();
@@ -155,7 +158,8 @@ impl Session {
         refuse_unknown_ids(&options.only, &planted, &others, &generated)?;
         let cases = cases_of(&options, &device, &planted, &generated)?;
         let checks = CheckOptions::of_kernels(schedules(&options, &device));
-        let known = know_cases(cases, checks, (&device, devices, open), shown)?;
+        let mut journal = journal(&device)?;
+        let known = know_cases(cases, checks, (&device, devices, open), journal.as_mut(), shown)?;
         let mut plans = Vec::new();
         for ((operator, (_, mutants)), known) in options.operators.iter().zip(generated).zip(&known)
         {
@@ -171,7 +175,7 @@ impl Session {
             )?);
         }
         keep_only(&mut plans, &options.only);
-        Ok(Self { options, device, equivalents, plans, known })
+        Ok(Self { options, device, equivalents, plans, known, journal })
     }
 
     /// The device of the run.
@@ -215,13 +219,12 @@ impl Session {
     /// # Errors
     /// A child that cannot be started, or a journal that cannot be written.
     pub fn run(
-        &self,
+        &mut self,
         trials: &[Trial],
         schedule: &Schedule,
-        journal: Option<Journal>,
         shown: &dyn Shown,
     ) -> Result<Fates> {
-        let Some(mut journal) = journal else {
+        let Some(mut journal) = self.journal.take() else {
             return self.run_all(trials, schedule, None, shown);
         };
         let mut fates =
@@ -401,6 +404,7 @@ fn know_cases(
     cases: CasesOf,
     checks: CheckOptions,
     (first, devices, open): (&Device, usize, &Open<'_>),
+    journal: Option<&mut Journal>,
     shown: &dyn Shown,
 ) -> Result<Vec<Vec<KnownCase>>> {
     let most = cases.iter().map(Vec::len).max().unwrap_or(0);
@@ -409,6 +413,7 @@ fn know_cases(
     shown.stage(in_turn.len(), "without mutants");
     let slots = |cases: &Vec<_>| cases.iter().map(|_| Mutex::new(None)).collect();
     let known: Vec<Vec<Mutex<Option<KnownCase>>>> = cases.iter().map(slots).collect();
+    let journal = Mutex::new(journal);
     let open = || match devices {
         1 => Ok(first.with_tree(first.tree().clone())),
         _ => open(),
@@ -416,7 +421,18 @@ fn know_cases(
     pool::each(in_turn.len(), devices.min(in_turn.len()), &open, &|device, number| {
         let (of, at) = in_turn[number];
         let (case, origin) = cases[of][at].clone();
-        let one = cases::know(case, origin, device, checks);
+        let journal = || journal.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = journal().as_ref().map(|all| all.known_case(&case, checks.schedules));
+        let one = match before.transpose()?.flatten() {
+            Some(known) => known,
+            None => {
+                let one = cases::know(case, origin, device, checks);
+                if let Some(journal) = journal().as_mut() {
+                    journal.append_case(&one, checks.schedules)?;
+                }
+                one
+            }
+        };
         *known[of][at].lock().unwrap_or_else(PoisonError::into_inner) = Some(one);
         shown.step();
         Ok(())
