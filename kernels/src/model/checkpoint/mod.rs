@@ -2,8 +2,10 @@
 //!
 //! [`Checkpoint::open`] maps the shards and holds every tensor to the configuration before a byte
 //! is uploaded. It reports all that is missing, extra, truncated, of another type or of another
-//! shape in one error. Bytes are read when a tensor is used.
+//! shape in one error. Bytes are read when a tensor is used. Names may be the official ones or
+//! transformers' (`naming`); the formats are the released ones in both.
 
+mod naming;
 mod shards;
 pub mod tensors;
 
@@ -117,8 +119,9 @@ pub enum Problem {
         /// The shared tensor.
         of: String,
     },
-    /// A tensor named as transformers names it.
-    #[error("`{name}` is a name of transformers; this loader takes the official names")]
+    /// A tensor with a name like transformers' that stands for no official tensor, or whose sizes
+    /// do not let it be taken apart into those of its experts.
+    #[error("`{name}` is like a name of transformers, and no official tensor is in it")]
     TransformersName {
         /// The tensor.
         name: String,
@@ -264,9 +267,6 @@ impl Checkpoint {
             match shared.get(name) {
                 Some(&of) => self.check_copy(name, of, problems),
                 None if known.contains(name.as_str()) => {}
-                None if name.starts_with("model.") || name == "lm_head.weight" => {
-                    problems.push(Problem::TransformersName { name: name.clone() });
-                }
                 None => {
                     let shard = self.shards.names[found.shard].clone();
                     problems.push(Problem::Extra { name: name.clone(), shard });

@@ -9,7 +9,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use super::{CheckpointError, Problem};
+use super::{CheckpointError, Problem, naming};
 
 /// The file that names the shard of each tensor.
 pub const INDEX: &str = "model.safetensors.index.json";
@@ -68,7 +68,33 @@ impl Shards {
         if let Some(listed) = listed {
             shards.match_index(&listed, problems);
         }
+        shards.name_officially(problems);
         Ok(shards)
+    }
+
+    /// Gives tensors with names of transformers their official names. One that holds all experts
+    /// of a layer becomes a tensor for each of them.
+    fn name_officially(&mut self, problems: &mut Vec<Problem>) {
+        let theirs = |(name, _): &(&String, &Found)| naming::is_of_transformers(name);
+        let theirs: Vec<String> =
+            self.tensors.iter().filter(theirs).map(|(name, _)| name.clone()).collect();
+        for name in theirs {
+            let Some(found) = self.tensors.remove(&name) else { continue };
+            let Some(parts) = naming::parts(&name, &found.shape) else {
+                problems.push(Problem::TransformersName { name });
+                continue;
+            };
+            let each = (found.bytes[1] - found.bytes[0]) / parts.len().max(1);
+            for (number, part) in parts.into_iter().enumerate() {
+                let start = found.bytes[0] + number * each;
+                let (shape, bytes) = (part.shape, [start, start + each]);
+                let one = Found { shape, bytes, ..found.clone() };
+                if let Some(before) = self.tensors.insert(part.name.clone(), one) {
+                    let shards = [before.shard, found.shard].map(|at| self.names[at].clone());
+                    problems.push(Problem::Twice { name: part.name, shards });
+                }
+            }
+        }
     }
 
     fn add(&mut self, shard: String, file: MappedFile, problems: &mut Vec<Problem>) {

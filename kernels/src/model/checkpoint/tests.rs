@@ -346,15 +346,123 @@ fn a_table_that_names_no_expert_is_a_problem() {
     assert_eq!(text, "`layers.0.ffn.gate.tid2eid` names expert 3 for token 3: there are 3");
 }
 
+/// The name that transformers gives to an official tensor of a main layer or outside of all, as its
+/// table of renamings says: one after the other, each wherever it occurs. Experts are not in it.
+fn in_transformers(official: &str) -> String {
+    let renamings = [
+        (".attn.", ".self_attn."),
+        (".ffn.", ".mlp."),
+        (".indexer.compressor.", ".compressor.indexer."),
+        (".attn_norm.", ".input_layernorm."),
+        (".ffn_norm.", ".post_attention_layernorm."),
+        (".hc_attn_", ".attn_hc."),
+        (".hc_ffn_", ".ffn_hc."),
+        (".attn_sink", ".sinks"),
+        (".indexer.weights_proj.", ".compressor.indexer.scorer.weights_proj."),
+        (".indexer.wq_b.", ".compressor.indexer.q_b_proj."),
+        (".norm.", ".kv_norm."),
+        (".ape", ".position_bias"),
+        (".wq_a.", ".q_a_proj."),
+        (".self_attn.wq_b.", ".self_attn.q_b_proj."),
+        (".wkv.", ".kv_proj."),
+        (".wgate.", ".gate_proj."),
+        (".wo_a.", ".o_a_proj."),
+        (".wo_b.", ".o_b_proj."),
+        (".q_norm.", ".q_a_norm."),
+        (".gate.bias", ".gate.e_score_correction_bias"),
+        (".shared_experts.w1.", ".shared_experts.gate_proj."),
+        (".shared_experts.w2.", ".shared_experts.down_proj."),
+        (".shared_experts.w3.", ".shared_experts.up_proj."),
+    ];
+    let name = match official {
+        "head.weight" => return "lm_head.weight".to_owned(),
+        "embed.weight" => "embed_tokens.weight".to_owned(),
+        _ => official.replace("hc_head_", "hc_head.hc_"),
+    };
+    let name = renamings.iter().fold(name, |name, (ours, theirs)| name.replace(ours, theirs));
+    let is_scale = name.ends_with(".scale") && !name.ends_with("_hc.scale");
+    let name = if is_scale { name.replace(".scale", ".weight_scale_inv") } else { name };
+    format!("model.{name}")
+}
+
+impl Files {
+    /// The same checkpoint as transformers names it; the MTP module, which it ignores, as before.
+    fn in_transformers(&self) -> Self {
+        let mut tensors = BTreeMap::new();
+        for (name, stored) in &self.tensors {
+            if name.starts_with("mtp.") {
+                tensors.insert(name.clone(), stored.clone());
+            } else if !name.contains(".experts.") {
+                tensors.insert(in_transformers(name), stored.clone());
+            }
+        }
+        let last = |ending: &str| if ending == "scale" { "_scale_inv" } else { "" };
+        for layer in 0..self.config.layers.len() {
+            for (theirs, which) in [("gate_up_proj", &["w1", "w3"][..]), ("down_proj", &["w2"])] {
+                for ending in ["weight", "scale"] {
+                    let experts = 0..self.config.num_experts;
+                    let names = experts.flat_map(|expert| {
+                        which.iter().map(move |w| {
+                            format!("layers.{layer}.ffn.experts.{expert}.{w}.{ending}")
+                        })
+                    });
+                    let parts: Vec<&Stored> = names.map(|name| &self.tensors[&name].1).collect();
+                    let Stored(dtype, shape, _) = parts[0];
+                    let shape = vec![self.config.num_experts, which.len() * shape[0], shape[1]];
+                    let bytes = parts.iter().flat_map(|part| part.2.clone()).collect();
+                    let name = format!("model.layers.{layer}.mlp.experts.{theirs}{}", last(ending));
+                    tensors.insert(name, (layer % NUM_SHARDS, Stored(*dtype, shape, bytes)));
+                }
+            }
+        }
+        Self { config: self.config.clone(), tensors, indexed: self.indexed }
+    }
+}
+
 #[test]
-fn names_of_transformers_are_recognized() {
-    let mut files = Files::new();
-    let embed = files.tensors.remove("embed.weight").expect("a tensor");
-    files.tensors.insert("model.embed_tokens.weight".into(), embed);
-    let problems = files.problems(|_| {});
-    let text = problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-    assert!(text.contains("`embed.weight` is missing"), "{text}");
-    assert!(text.contains("`model.embed_tokens.weight` is a name of transformers"), "{text}");
+fn a_checkpoint_with_names_of_transformers_has_the_same_bytes_under_the_official_ones() {
+    let files = Files::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    files.in_transformers().write(folder.path());
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    for (name, (_, stored)) in &files.tensors {
+        assert!(checkpoint.bytes(name) == stored.2, "{name}");
+    }
+}
+
+#[test]
+fn names_of_transformers_that_mean_nothing_or_what_is_there_already_are_problems() {
+    let text = |change: fn(&mut Files)| {
+        let mut files = Files::new().in_transformers();
+        change(&mut files);
+        let problems = files.problems(|_| {});
+        problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    };
+    assert_eq!(text(|_| {}), "");
+    let unknown = text(|files| {
+        let tensor = files.tensors.remove("model.norm.weight").expect("a tensor");
+        files.tensors.insert("model.norms.weight".into(), tensor);
+    });
+    assert!(unknown.contains("`norm.weight` is missing"), "{unknown}");
+    assert!(unknown.contains("`model.norms.weight` is like a name of transformers"), "{unknown}");
+    let twice = text(|files| {
+        let tensor = files.tensors["model.norm.weight"].clone();
+        files.tensors.insert("norm.weight".into(), tensor);
+    });
+    assert!(twice.starts_with("`norm.weight` is in model-0"), "{twice}");
+    let experts = "model.layers.1.mlp.experts.gate_up_proj";
+    let fewer = text(|files| {
+        let Stored(_, shape, bytes) = files.edit("model.layers.1.mlp.experts.gate_up_proj");
+        shape[0] -= 1;
+        bytes.truncate(shape.iter().product());
+    });
+    assert!(fewer.contains("`layers.1.ffn.experts.2.w1.weight` is missing"), "{experts}: {fewer}");
+    let odd = text(|files| {
+        let Stored(_, shape, bytes) = files.edit("model.layers.1.mlp.experts.gate_up_proj");
+        shape[1] -= 1;
+        bytes.truncate(shape.iter().product());
+    });
+    assert!(odd.contains(&format!("`{experts}` is like a name of transformers")), "{odd}");
 }
 
 #[test]
