@@ -21,6 +21,7 @@ use rand::Rng as _;
 use serde::Serialize;
 
 use crate::case::Draw;
+use crate::record::Spread;
 
 /// Width of queries and keys: that of the model.
 pub const HEAD_DIM: usize = 512;
@@ -45,25 +46,9 @@ pub struct Shape {
     pub topk: usize,
 }
 
-/// Times of a piece of work, microseconds.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Spread {
-    /// The median sample.
-    pub median_us: f64,
-    /// The shortest.
-    pub least_us: f64,
-    /// The longest.
-    pub most_us: f64,
-}
-
-impl Spread {
-    fn of(mut samples: Vec<f64>) -> Self {
-        samples.sort_unstable_by(f64::total_cmp);
-        let at = |index: usize| samples.get(index).copied().unwrap_or(f64::NAN);
-        let last = samples.len().saturating_sub(1);
-        Self { median_us: at(last / 2), least_us: at(0), most_us: at(last) }
-    }
-}
+/// The times of no sample.
+const UNTIMED: Spread =
+    Spread { median_us: f64::NAN, least_us: f64::NAN, most_us: f64::NAN, samples: 0 };
 
 /// One direction of the attention of ranks.
 #[derive(Clone, Debug, Serialize)]
@@ -121,7 +106,7 @@ pub fn measure(device: &Device, shape: Shape, samples: usize) -> Result<Measured
             let times = of_ranks.iter().map(|rank| rank[work][sample]);
             times.max().unwrap_or_default().as_secs_f64() * 1e6
         };
-        Spread::of((0..samples).map(of).collect())
+        Spread::of((0..samples).map(of)).unwrap_or(UNTIMED)
     };
     let [forward, attention, gather, backward, gradients, scatter] =
         [0, 1, 2, 3, 4, 5].map(slowest);

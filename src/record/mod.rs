@@ -16,6 +16,7 @@ pub mod check;
 pub mod family;
 pub mod figures;
 pub mod journal;
+mod spread;
 mod standing;
 pub(crate) mod stored;
 pub mod words;
@@ -23,6 +24,7 @@ pub mod words;
 pub use batch::{BatchAxis, BatchRecord, BatchStanding};
 pub use check::Check;
 pub use family::Family;
+pub use spread::Spread;
 pub(crate) use standing::{Standing, within, worse_first};
 pub(crate) use stored::measures;
 

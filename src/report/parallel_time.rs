@@ -1,7 +1,8 @@
 //! Times of the attention of ranks: a table for the terminal, and a page.
 
 use super::numbers::{aligned, significant, utc};
-use crate::parallel_time::{Row, Spread};
+use crate::parallel_time::Row;
+use crate::record::Spread;
 
 /// What the times were measured on.
 #[derive(Clone, Debug)]
@@ -47,7 +48,7 @@ Columns: medians over samples (least to most), of the slowest rank.
 
 fn shown(spread: Spread) -> String {
     let digits = |value| significant(value, 4);
-    let Spread { median_us, least_us, most_us } = spread;
+    let Spread { median_us, least_us, most_us, .. } = spread;
     format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
 }
 
@@ -126,7 +127,7 @@ mod tests {
     use crate::parallel_time::Shape;
 
     fn row(step: f64, kernels: f64, collectives: f64) -> Row {
-        let spread = |us: f64| Spread { median_us: us, least_us: us, most_us: us };
+        let spread = |us: f64| Spread { median_us: us, least_us: us, most_us: us, samples: 1 };
         Row {
             direction: "forward",
             shape: Shape { ranks: 2, tokens: 64, heads: 4, topk: 8 },

@@ -98,8 +98,8 @@ fn code_of(text: &str) -> String {
 const ROOMS: [&str; 22] = [
     "specification",
     "case",
-    "parallel_time",
     "record",
+    "parallel_time",
     "operator",
     "model",
     "operators",

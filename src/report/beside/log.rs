@@ -14,6 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
+use crate::record::Spread;
 
 /// The side that was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -245,31 +246,7 @@ impl Timings {
     }
 }
 
-/// Median, least and largest of all samples of a work, in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Spread {
-    /// The median.
-    pub median: f64,
-    /// The least.
-    pub least: f64,
-    /// The largest.
-    pub largest: f64,
-    /// How many samples.
-    pub samples: usize,
-}
-
-impl Spread {
-    /// Of all turns together; `None` without a sample.
-    pub fn of(times: &[Time]) -> Option<Self> {
-        let mut all: Vec<f64> = times.iter().flat_map(|time| &time.samples_us).copied().collect();
-        all.sort_by(f64::total_cmp);
-        let (&least, &largest) = (all.first()?, all.last()?);
-        let (middle, samples) = (all.len() / 2, all.len());
-        let median = if samples % 2 == 1 {
-            all[middle]
-        } else {
-            f64::midpoint(all[middle - 1], all[middle])
-        };
-        Some(Self { median, least, largest, samples })
-    }
+/// All samples of a work, of all turns together; `None` without one.
+pub fn spread(times: &[Time]) -> Option<Spread> {
+    Spread::of(times.iter().flat_map(|time| &time.samples_us).copied())
 }

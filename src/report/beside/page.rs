@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 use super::super::markdown::{code, text};
 use super::super::numbers::{counted, significant, utc};
 use super::Failure;
-use super::log::{Side, Spread, Time, Timings};
+use super::log::{Side, Time, Timings, spread};
 use super::pairs::{Pair, Pairs};
+use crate::record::Spread;
 
 /// The group of benchmarks that are copies by the driver.
 pub(super) const COPIES: &str = "device_copy/";
@@ -26,14 +27,14 @@ struct Row<'a> {
 
 impl<'a> Row<'a> {
     fn of(pair: &'a Pair, timings: &Timings) -> Self {
-        let spread = |side| Spread::of(timings.times(side, pair.id(side)));
-        Self { pair, ours: spread(Side::Ours), theirs: spread(Side::Theirs) }
+        let of = |side| spread(timings.times(side, pair.id(side)));
+        Self { pair, ours: of(Side::Ours), theirs: of(Side::Theirs) }
     }
 
     /// Their time over ours, in hundredths: rounded as the page shows it, so that counts agree with
     /// the page.
     fn speed(&self) -> Option<i64> {
-        Some((100.0 * self.theirs?.median / self.ours?.median).round() as i64)
+        Some((100.0 * self.theirs?.median_us / self.ours?.median_us).round() as i64)
     }
 
     fn line(&self) -> String {
@@ -51,9 +52,11 @@ impl<'a> Row<'a> {
 }
 
 fn shown(spread: Option<Spread>) -> String {
-    let Some(Spread { median, least, largest, .. }) = spread else { return "not run".to_owned() };
+    let Some(Spread { median_us, least_us, most_us, .. }) = spread else {
+        return "not run".to_owned();
+    };
     let digits = |value| significant(value, 4);
-    format!("{} ({} to {})", digits(median), digits(least), digits(largest))
+    format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
 }
 
 /// The page as Markdown; `command` is the command that makes it.
@@ -200,7 +203,7 @@ pub(super) fn copy_time(copies: &[(f64, f64)], rate: f64, bytes: f64) -> f64 {
 /// Memory-bound kernels of ours next to copies of the same turns.
 fn copies(timings: &Timings) -> String {
     let moved = |times: &[Time]| times.iter().find_map(|time| time.bytes);
-    let with_bytes = |(id, times)| Some((id, moved(times)?, Spread::of(times)?));
+    let with_bytes = |(id, times)| Some((id, moved(times)?, spread(times)?));
     let (copies, kernels): (Vec<(&str, f64, Spread)>, Vec<_>) = timings
         .timed(Side::Ours)
         .filter_map(with_bytes)
@@ -212,7 +215,7 @@ fn copies(timings: &Timings) -> String {
         return String::new();
     };
     let mut sized: Vec<(f64, f64)> =
-        copies.iter().map(|(_, bytes, spread)| (*bytes, spread.median)).collect();
+        copies.iter().map(|(_, bytes, spread)| (*bytes, spread.median_us)).collect();
     sized.sort_by(|one, other| one.0.total_cmp(&other.0));
     let mut section = format!(
         "## Memory-bound kernels beside a copy\n\n{OF_COPIES} A large copy reaches {} GB/s.\n\n\
@@ -222,7 +225,7 @@ fn copies(timings: &Timings) -> String {
     for (id, bytes, spread) in kernels {
         let copy = copy_time(&sized, rate * 1e-6, bytes);
         let (megabytes, share) =
-            (significant(bytes * 1e-6, 4), (100.0 * copy / spread.median).round());
+            (significant(bytes * 1e-6, 4), (100.0 * copy / spread.median_us).round());
         let _ = writeln!(
             section,
             "| {} | {} | {megabytes} | {} | {share} % |",

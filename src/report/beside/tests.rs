@@ -2,7 +2,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::log::{Side, Spread, Time, Timings};
+use super::log::{Side, Timings};
 use super::page::copy_time;
 use super::pairs::Pairs;
 use super::{Failure, page};
@@ -286,23 +286,6 @@ fn copies_are_interpolated_between_two_and_never_below_the_least() {
         [1.0, 10.0, 15.0, 20.0, 30.0, 40.0, 100.0].map(|bytes| copy_time(&copies, 10.0, bytes));
     assert_eq!(times, [1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 10.0]);
     assert_eq!(copy_time(&[], 10.0, 50.0), 5.0);
-}
-
-#[test]
-fn the_median_of_an_even_number_of_samples_is_between_the_middle_two() {
-    let times = |samples: &[f64]| {
-        [Time {
-            id: "a".into(),
-            library: None,
-            samples_us: samples.to_vec(),
-            bytes: None,
-            clock_mhz: None,
-        }]
-    };
-    let even = Spread::of(&times(&[4.0, 1.0, 2.0, 9.0])).expect("a spread");
-    assert_eq!((even.median, even.least, even.largest, even.samples), (3.0, 1.0, 9.0, 4));
-    assert_eq!(Spread::of(&times(&[4.0, 1.0, 2.0])).map(|odd| odd.median), Some(2.0));
-    assert_eq!(Spread::of(&[]), None);
 }
 
 #[test]
