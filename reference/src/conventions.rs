@@ -12,6 +12,10 @@ pub enum Convention {
     CodesByInverse,
     /// Codes are those of `fp32(x fp32(largest / amax))`, not of `fp32(x / s)`.
     CodesByAmax,
+    /// Ties of e2m1 codes go toward zero, not to the even code, and zeros have no sign.
+    TiesTowardZero,
+    /// The floor of amax is 1e-4 in e2m1 as well.
+    AmaxFloor,
     /// The divisor of a token's scores is `sum + 1e-20`, not `max(sum, 1e-20)`.
     SumPlusFloor,
     /// `top_p` is a share of the weights that `top_k` keeps, not of all.
@@ -22,11 +26,13 @@ pub enum Convention {
 
 impl Convention {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::ScaleDivided,
         Self::ScaleFloor,
         Self::CodesByInverse,
         Self::CodesByAmax,
+        Self::TiesTowardZero,
+        Self::AmaxFloor,
         Self::SumPlusFloor,
         Self::TopPOfKept,
         Self::TiesKept,
@@ -39,6 +45,8 @@ impl Convention {
             Self::ScaleFloor => "scale_floor",
             Self::CodesByInverse => "codes_by_inverse",
             Self::CodesByAmax => "codes_by_amax",
+            Self::TiesTowardZero => "ties_toward_zero",
+            Self::AmaxFloor => "amax_floor",
             Self::SumPlusFloor => "sum_plus_floor",
             Self::TopPOfKept => "top_p_of_kept",
             Self::TiesKept => "ties_kept",
@@ -52,6 +60,8 @@ impl Convention {
             Self::ScaleFloor => "the floor 1e-4 is that of a scale, not of amax",
             Self::CodesByInverse => "codes are of x * fp32(1 / s), not of x / s",
             Self::CodesByAmax => "codes are of x * fp32(largest / amax), not of x / s",
+            Self::TiesTowardZero => "ties of e2m1 go toward zero, and zeros have no sign",
+            Self::AmaxFloor => "the floor of amax is 1e-4 in e2m1 as well",
             Self::SumPlusFloor => "scores are divided by sum + 1e-20, not by max(sum, 1e-20)",
             Self::TopPOfKept => "top_p is a share of what top_k keeps, not of all weights",
             Self::TiesKept => "top_k keeps all ids with the logit of its last one",
@@ -61,7 +71,7 @@ impl Convention {
 
 /// The conventions of a kernel; by default those of the specification.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub struct Conventions(u8);
+pub struct Conventions(u16);
 
 impl Conventions {
     /// These.

@@ -66,9 +66,25 @@ pub fn quantize_by(
         let byte = byte_by(group, format, floor_by(format, conventions));
         let scale = Format::E8M0.value(byte.into());
         scale_bytes.push(byte);
-        codes.extend(codes_of(group, scale, format));
+        codes.extend(group.iter().map(|x| code_by(x / scale, format, conventions)));
     }
     Quantized { codes, scale_bytes }
+}
+
+/// The code of a quotient, by these conventions of a kernel.
+fn code_by(quotient: f64, format: Format, conventions: Conventions) -> u8 {
+    let quotient = Format::F32.nearest(quotient);
+    let code = format.code(quotient) as u8;
+    if !conventions.have(Convention::TiesTowardZero) || format != Format::E2M1 {
+        return code;
+    }
+    let (sign, magnitude) = (code & 8, code & 7);
+    let value = |code: u8| format.value(code.into());
+    let is_tie = |below: u8| quotient.abs() == f64::midpoint(value(below), value(magnitude));
+    match magnitude.checked_sub(1).filter(|&below| is_tie(below)).unwrap_or(magnitude) {
+        0 => 0,
+        magnitude => sign | magnitude,
+    }
 }
 
 /// The codes of values divided by the scale of their group: one fp32 quotient each, exact where the
@@ -149,8 +165,13 @@ pub fn scale_by(
 
 /// The smallest amax of a format, by these conventions of a kernel.
 fn floor_by(format: Format, conventions: Conventions) -> f64 {
-    let of_scale = conventions.have(Convention::ScaleFloor);
-    if of_scale { format.largest * SCALE_FLOOR } else { floor_of(format) }
+    if conventions.have(Convention::ScaleFloor) {
+        format.largest * SCALE_FLOOR
+    } else if conventions.have(Convention::AmaxFloor) {
+        floor_of(Format::E4M3)
+    } else {
+        floor_of(format)
+    }
 }
 
 /// The largest magnitude of a group, at least `floor`.
@@ -194,6 +215,40 @@ mod tests {
         let Quantized { codes, scale_bytes } =
             quantize_by(&[2f64.powi(-13)], 1, Format::E4M3, floor);
         assert_eq!((codes, scale_bytes), (vec![Format::E4M3.code(1.0) as u8], vec![127 - 13]));
+    }
+
+    #[test]
+    fn ties_of_e2m1_go_to_the_even_code_or_toward_zero() {
+        let with = |x: f64, all: &[Convention]| {
+            // The largest number makes the scale 1.
+            let conventions = Conventions::of(all.iter().copied());
+            let quantized = quantize_by(&[x, 6.0], 2, Format::E2M1, conventions);
+            assert_eq!(quantized.scale_bytes, [127]);
+            Format::E2M1.value(quantized.codes[0].into())
+        };
+        let toward_zero = [Convention::TiesTowardZero];
+        for (x, even, zero) in [
+            (0.25, 0.0, 0.0),
+            (0.75, 1.0, 0.5),
+            (1.25, 1.0, 1.0),
+            (1.75, 2.0, 1.5),
+            (2.5, 2.0, 2.0),
+            (3.5, 4.0, 3.0),
+            (5.0, 4.0, 4.0),
+            (3.6, 4.0, 4.0),
+            (0.8, 1.0, 1.0),
+        ] {
+            assert_eq!([with(x, &[]), with(x, &toward_zero)], [even, zero], "{x}");
+            assert_eq!([with(-x, &[]), with(-x, &toward_zero)], [-even, -zero], "-{x}");
+        }
+        assert!(with(-0.1, &[]).is_sign_negative());
+        assert!(with(-0.1, &toward_zero).is_sign_positive());
+        let floor = |conventions| {
+            quantize_by(&[0.0], 1, Format::E2M1, Conventions::of(conventions)).scale_bytes[0]
+        };
+        assert_eq!(floor(vec![]), 1);
+        // 1e-4 / 6 is above 2^-16.
+        assert_eq!(floor(vec![Convention::AmaxFloor]), 127 - 15);
     }
 
     #[test]

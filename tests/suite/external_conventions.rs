@@ -86,6 +86,24 @@ fn scales_and_codes_of_other_products_are_judged_by_what_is_declared() {
     }
 }
 
+/// Our kernel as one that is declared to do otherwise: what is declared counts, not what is usual.
+#[test]
+fn a_kernel_of_the_specification_is_failed_by_conventions_that_it_does_not_have() {
+    let line = |contents: &str, magnitude: f64| {
+        format!(
+            r#"{{"operator":"quantize_mxfp4","contents":"{contents}","distribution":"normal","dtype":"bf16","layout":"plain","magnitude":{magnitude},"num_rows":5,"seed":1,"task":"quantize","width":192}}"#
+        )
+    };
+    for (convention, line) in
+        [("ties_toward_zero", line("ties", 1.0)), ("amax_floor", line("drawn", 1e-20))]
+    {
+        let declared = || adapter(&format!("conventions = ['{convention}']"));
+        assert_agrees(&run(&line, ExternalOptions::default(), Kernel(honest)));
+        let record = run(&line, declared(), Kernel(honest));
+        assert!(fails(&record, "forward", "codes"), "{convention}: {:?}", failures(&record));
+    }
+}
+
 const ROUTER: &str = r#"{"operator":"router","bias":"drawn","distribution":"normal","logits":"drawn","magnitude":3.0,"num_experts":40,"num_tokens":7,"padding_tokens":true,"route_scale":2.5,"routing":"learned","seed":1,"topk":6,"vocab_size":0}"#;
 
 /// Rows of these tensors from the last slot to the first.

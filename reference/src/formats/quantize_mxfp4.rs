@@ -14,6 +14,7 @@
 
 use candle_core::Tensor;
 
+use crate::conventions::Conventions;
 use crate::error::{Result, require, require_that};
 use crate::format::{Format, pack_nibbles, unpack_nibbles};
 use crate::formats::quantize_fp8::{read_scales, stored_scales};
@@ -38,13 +39,22 @@ pub fn scales(layout: ScaleLayout, num_rows: usize, width: usize) -> Scales {
 /// # Errors
 /// A tensor of the wrong shape.
 pub fn quantize(inputs: &Named, layout: ScaleLayout) -> Result<Named> {
+    quantize_by(inputs, layout, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+///
+/// # Errors
+/// As [`quantize()`].
+pub fn quantize_by(inputs: &Named, layout: ScaleLayout, conventions: Conventions) -> Result<Named> {
     let axes = ["num_rows", "width"];
     let [num_rows, width] = inputs.extents(axes, &[(&["x"], &axes)])?;
     require_that("width", width, width.is_multiple_of(2) && width > 0, "two codes fill a byte")?;
     let x = inputs.tensor("x")?;
     let (mut codes, mut numbers) = (Vec::new(), Vec::new());
     for row in values(x)?.chunks(width) {
-        let Quantized { codes: of_row, scale_bytes } = quantize::quantize(row, GROUP, Format::E2M1);
+        let Quantized { codes: of_row, scale_bytes } =
+            quantize::quantize_by(row, GROUP, Format::E2M1, conventions);
         codes.extend(pack_nibbles(&of_row, width)?.into_iter().map(f64::from));
         numbers.extend(scale_bytes.into_iter().map(|byte| Format::E8M0.value(byte.into())));
     }

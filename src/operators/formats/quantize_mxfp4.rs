@@ -5,9 +5,9 @@
 //! decoded value must equal the oracle's.
 
 use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
-use dsv4_reference::Format;
 use dsv4_reference::formats::quantize_mxfp4 as reference;
 use dsv4_reference::quantize::{ScaleType, floor_of};
+use dsv4_reference::{Convention, Format};
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};
@@ -80,6 +80,8 @@ impl Operator for QuantizeMxfp4 {
         modules: launcher::modules,
         cases: [24, 60, 120],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::TiesTowardZero, Convention::AmaxFloor];
 
     const NOT_EXPRESSIBLE: &'static [(&'static str, &'static str)] =
         &[("e2m1 in groups of 128", "the model stores e2m1 with a scale byte for 32 values")];
@@ -190,10 +192,14 @@ impl Operator for QuantizeMxfp4 {
         Ok(())
     }
 
-    fn forward(c: &QuantizeMxfp4Case, t: &Bound<'_>, _: &mut Rounding) -> OracleResult<Named> {
+    fn forward(
+        c: &QuantizeMxfp4Case,
+        t: &Bound<'_>,
+        rounding: &mut Rounding,
+    ) -> OracleResult<Named> {
         let layout = layout_of_oracle(c.layout);
         if c.quantizes() {
-            return reference::quantize(&t.named()?, layout);
+            return reference::quantize_by(&t.named()?, layout, rounding.conventions());
         }
         reference::dequantize(&t.named()?, layout, format_of(c.dtype))
     }
