@@ -85,7 +85,7 @@ pub const SMS: u32 = 5;
 pub struct EmulatorOptions {
     /// Seed of a random, reproducible schedule; `None` for the deterministic one.
     pub schedule_seed: Option<u64>,
-    /// A launch fails of which one worker uses a processor for longer.
+    /// A launch that takes longer fails; time for which its threads wait for a core is not counted.
     pub time_limit: Duration,
     /// The C++ compiler; `None` for `PARITY_CXX`, or `c++`.
     pub compiler: Option<PathBuf>,

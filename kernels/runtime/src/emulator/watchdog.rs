@@ -1,15 +1,16 @@
-//! The time limit of a launch. It is of the processor's time that one of its workers used: on a
-//! machine with other work a right kernel may take longer.
+//! The time limit of a launch. The time that a worker waits for a core does not count: on a machine
+//! with other work a right kernel takes longer.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::fault;
 
-/// A launch also ends after that many times its limit by the clock: a worker may wait for ever and
-/// use no time of a processor.
-pub const BY_THE_CLOCK: u32 = 8;
+/// A worker process that does not answer is ended after that many times the limit of a launch: it
+/// may wait for a core.
+pub const OF_A_PROCESS: u32 = 4;
 
 /// How long an interrupted worker has before it is interrupted again.
 const AGAIN: Duration = Duration::from_millis(20);
@@ -17,8 +18,15 @@ const AGAIN: Duration = Duration::from_millis(20);
 /// Waits for the workers of a launch, and interrupts them when it takes too long.
 pub struct Watchdog {
     running: Mutex<usize>,
-    workers: Mutex<Vec<libc::pthread_t>>,
+    workers: Mutex<Vec<Worker>>,
     changed: Condvar,
+}
+
+/// A thread of a launch.
+struct Worker {
+    thread: libc::pthread_t,
+    /// Its number in the system.
+    number: libc::pid_t,
 }
 
 /// Counts a worker as ended when dropped, also when it panics.
@@ -39,11 +47,9 @@ impl Watchdog {
 
     /// Registers the calling worker, a thread of this launch, until the guard is dropped.
     pub fn enter(&self) -> CountAtEnd<'_> {
-        // SAFETY: pthread_self has no preconditions.
-        self.workers
-            .lock()
-            .unwrap_or_else(|e| e.into_inner())
-            .push(unsafe { libc::pthread_self() });
+        // SAFETY: neither has preconditions.
+        let (thread, number) = unsafe { (libc::pthread_self(), libc::gettid()) };
+        self.workers.lock().unwrap_or_else(|e| e.into_inner()).push(Worker { thread, number });
         CountAtEnd(self)
     }
 
@@ -75,32 +81,35 @@ impl Watchdog {
     /// The least time after which the launch may have reached its limit.
     fn left_of(&self, limit: Duration, start: Instant) -> Duration {
         let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
-        let used = workers.iter().map(|&worker| processor_time(worker)).max().unwrap_or_default();
-        let by_the_clock = (limit * BY_THE_CLOCK).saturating_sub(start.elapsed());
-        limit.saturating_sub(used).min(by_the_clock)
+        let by_the_clock = start.elapsed();
+        let used = |worker: &Worker| Some(by_the_clock.saturating_sub(worker.waited_for_a_core()?));
+        // Before any has started, and after all have ended, there is nothing to stop.
+        limit.saturating_sub(workers.iter().filter_map(used).max().unwrap_or_default())
     }
 
     /// The signal comes before the flag, so that the endless thread is the one in the error; the
     /// flag then stops workers that are between two coroutines.
     fn interrupt(&self) {
-        for &worker in self.workers.lock().unwrap_or_else(|e| e.into_inner()).iter() {
+        for worker in self.workers.lock().unwrap_or_else(|e| e.into_inner()).iter() {
             // SAFETY: the caller keeps every worker joinable until `watch` returns.
-            unsafe { libc::pthread_kill(worker, fault::INTERRUPT) };
+            unsafe { libc::pthread_kill(worker.thread, fault::INTERRUPT) };
         }
     }
 }
 
-/// The processor's time of a thread that has not been joined; nothing of one that has ended.
-fn processor_time(thread: libc::pthread_t) -> Duration {
-    let mut clock: libc::clockid_t = 0;
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the thread is joinable; both functions write to the variables that they are given.
-    let found = unsafe {
-        libc::pthread_getcpuclockid(thread, &raw mut clock) == 0
-            && libc::clock_gettime(clock, &raw mut time) == 0
-    };
-    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
-    if found { Duration::new(seconds, time.tv_nsec as u32) } else { Duration::ZERO }
+impl Worker {
+    /// How long it was ready to run and had no core, since it started; `None` if it has ended.
+    /// Nothing where the system does not say: then its time is that of the clock.
+    fn waited_for_a_core(&self) -> Option<Duration> {
+        let task = PathBuf::from(format!("/proc/self/task/{}", self.number));
+        let said = std::fs::read_to_string(task.join("schedstat")).ok();
+        // Nanoseconds on a core, nanoseconds ready, and how often.
+        let ready = said.as_ref().and_then(|said| said.split(' ').nth(1)?.parse().ok());
+        match ready {
+            None if !task.exists() => None,
+            ready => Some(Duration::from_nanos(ready.unwrap_or(0))),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -109,42 +118,61 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_millis(150);
 
-    /// Watches one worker with this limit, and returns whether it was told to stop and how long it
+    /// Watches workers with this limit, and returns whether they were told to stop and how long it
     /// took.
-    fn watched(work: impl Fn(&AtomicBool) + Sync) -> (bool, Duration) {
+    fn watched(workers: usize, work: impl Fn(&AtomicBool) + Sync) -> (bool, Duration) {
         let (start, cancelled, watchdog) =
-            (Instant::now(), AtomicBool::new(false), Watchdog::new(1));
+            (Instant::now(), AtomicBool::new(false), Watchdog::new(workers));
         std::thread::scope(|scope| {
-            let handle = scope.spawn(|| {
-                let _counted = watchdog.enter();
-                work(&cancelled);
-            });
+            let one = || {
+                scope.spawn(|| {
+                    let _counted = watchdog.enter();
+                    work(&cancelled);
+                })
+            };
+            let handles: Vec<_> = (0..workers).map(|_| one()).collect();
             watchdog.watch(LIMIT, &cancelled);
-            drop(handle);
+            drop(handles);
         });
         (cancelled.into_inner(), start.elapsed())
     }
 
     #[test]
-    fn a_worker_that_the_machine_gives_no_time_has_not_reached_its_limit() {
-        // It sleeps, as a thread does that waits for a core.
-        let (cancelled, took) = watched(|_| std::thread::sleep(2 * LIMIT));
-        assert!(!cancelled && took >= 2 * LIMIT, "{took:?}");
+    fn a_worker_that_waits_for_a_core_has_not_reached_its_limit() {
+        // More workers than cores, of which each needs a share of the limit.
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let own = LIMIT * 2 / 3;
+        let busy = |_: &AtomicBool| {
+            let start = processor_time();
+            while processor_time() - start < own {
+                std::hint::spin_loop();
+            }
+        };
+        let (cancelled, took) = watched(4 * cores, busy);
+        assert!(!cancelled && took > 2 * LIMIT, "{took:?}");
+    }
+
+    /// What the calling thread has had of a processor.
+    fn processor_time() -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: it writes to the variable that it is given.
+        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
 
     #[test]
     fn an_endless_worker_is_stopped_after_its_limit_and_one_that_waits_for_ever_as_well() {
-        let (cancelled, took) = watched(|cancelled| {
+        let (cancelled, took) = watched(1, |cancelled| {
             while !cancelled.load(Ordering::Relaxed) {
                 std::hint::spin_loop();
             }
         });
         assert!(cancelled && took >= LIMIT, "{took:?}");
-        let (cancelled, took) = watched(|cancelled| {
+        let (cancelled, took) = watched(1, |cancelled| {
             while !cancelled.load(Ordering::Relaxed) {
                 std::thread::sleep(AGAIN / 4);
             }
         });
-        assert!(cancelled && took >= BY_THE_CLOCK * LIMIT, "{took:?}");
+        assert!(cancelled && took >= LIMIT && took < 4 * LIMIT, "{took:?}");
     }
 }

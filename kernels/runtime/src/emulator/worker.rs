@@ -12,7 +12,7 @@ use super::memory::{self, GuardedMemory};
 use super::message::{Answer, Request};
 use super::progress::Page;
 use super::serve::{JOB, Start};
-use super::watchdog::BY_THE_CLOCK;
+use super::watchdog::OF_A_PROCESS;
 use crate::backend::{Allocation, KernelExports, LoadedModule};
 use crate::error::{Result, RuntimeError};
 use crate::worker::process::Process;
@@ -182,7 +182,7 @@ impl Running {
         let start = Start { page: page_file, memory, time_limit: limits.time, coverage };
         let job = Job::new(JOB, start)?;
         let process = Process::start(job, &passed, Some(limits.memory))?;
-        Ok(Self { process, page: Page::of(&page)?, time_limit: limits.time * BY_THE_CLOCK + GRACE })
+        Ok(Self { process, page: Page::of(&page)?, time_limit: limits.time * OF_A_PROCESS + GRACE })
     }
 
     fn ask(&mut self, request: &Request, bytes: &[u8]) -> io::Result<Answer> {
