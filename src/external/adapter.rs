@@ -44,14 +44,13 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
+use dsv4_reference::conventions::{self, Conventions};
 use dsv4_runtime::{DType, HostTensor};
 use serde::Deserialize;
 
 use super::wire::{WireTensor, WireType};
 use crate::case::Case;
 use crate::case::condition::Condition;
-use dsv4_reference::conventions::{self, Conventions};
-
 use crate::operator::{Arithmetic, RoundingPoints};
 use crate::record::figures;
 
