@@ -66,14 +66,13 @@ pub fn quantize_by(
         let byte = byte_by(group, format, floor_by(format, conventions));
         let scale = Format::E8M0.value(byte.into());
         scale_bytes.push(byte);
-        codes.extend(group.iter().map(|x| code_by(x / scale, format, conventions)));
+        codes.extend(codes_by(group, scale, format, conventions));
     }
     Quantized { codes, scale_bytes }
 }
 
-/// The code of a quotient, by these conventions of a kernel.
+/// The code of a quotient in fp32, by these conventions of a kernel.
 fn code_by(quotient: f64, format: Format, conventions: Conventions) -> u8 {
-    let quotient = Format::F32.nearest(quotient);
     let code = format.code(quotient) as u8;
     if !conventions.have(Convention::TiesTowardZero) || format != Format::E2M1 {
         return code;
@@ -85,12 +84,6 @@ fn code_by(quotient: f64, format: Format, conventions: Conventions) -> u8 {
         0 => 0,
         magnitude => sign | magnitude,
     }
-}
-
-/// The codes of values divided by the scale of their group: one fp32 quotient each, exact where the
-/// scale is a power of two.
-pub fn codes_of(group: &[f64], scale: f64, format: Format) -> impl Iterator<Item = u8> {
-    group.iter().map(move |x| format.code(Format::F32.nearest(x / scale)) as u8)
 }
 
 /// The decoded values of codes with scales of `group` neighbours, for `x` `[num_rows, width]`,
@@ -117,7 +110,8 @@ pub fn simulated(
     Ok((codes * scales)?)
 }
 
-/// The codes of values with the scale of their group, by these conventions of a kernel.
+/// The codes of values with the scale of their group, by these conventions of a kernel. By those of
+/// the specification: one fp32 quotient each, exact where the scale is a power of two.
 pub fn codes_by(
     group: &[f64],
     scale: f64,
@@ -135,7 +129,7 @@ pub fn codes_by(
     // A group that is not finite has no codes but NaN.
     let factor = factor.map(|factor| if scale.is_nan() { scale } else { factor });
     let quotient = move |x: &f64| factor.map_or(x / scale, |factor| x * factor);
-    group.iter().map(move |x| format.code(f32(quotient(x))) as u8)
+    group.iter().map(move |x| code_by(f32(quotient(x)), format, conventions))
 }
 
 /// The scale of a group; NaN where one of its values is not finite.
@@ -156,11 +150,16 @@ pub fn scale_by(
         return power;
     }
     let f32 = |x: f64| Format::F32.nearest(x);
-    let amax = amax_of(group, f32(floor));
-    match conventions.have(Convention::ScaleDivided) {
-        true => f32(amax / format.largest),
-        false => f32(amax * f32(format.largest.recip())),
-    }
+    let (floor, least) = match conventions.have(Convention::ScaleFloor) {
+        true => (0.0, f32(SCALE_FLOOR)),
+        false => (f32(floor), 0.0),
+    };
+    let amax = amax_of(group, floor);
+    let scale = match conventions.have(Convention::ScaleDivided) {
+        true => amax / format.largest,
+        false => amax * f32(format.largest.recip()),
+    };
+    f32(scale).max(least)
 }
 
 /// The smallest amax of a format, by these conventions of a kernel.
@@ -211,7 +210,7 @@ mod tests {
         let of = |x: f64, scale_type| scale_by(&[x], Format::E4M3, scale_type, floor);
         assert_eq!(of(1e-9, ScaleType::E8m0), 2f64.powi(-13));
         assert_eq!(of(1.0, ScaleType::E8m0), scale_of(&[1.0], Format::E4M3, ScaleType::E8m0));
-        assert!((of(1e-9, ScaleType::Fp32) - 1e-4).abs() < 1e-11);
+        assert_eq!(of(1e-9, ScaleType::Fp32), f64::from(1e-4f32));
         let Quantized { codes, scale_bytes } =
             quantize_by(&[2f64.powi(-13)], 1, Format::E4M3, floor);
         assert_eq!((codes, scale_bytes), (vec![Format::E4M3.code(1.0) as u8], vec![127 - 13]));
@@ -291,7 +290,7 @@ mod tests {
                     && (amax / scale / 448.0 - 1.0).abs() <= 2.0 * f64::from(f32::EPSILON)
             );
             assert_eq!(
-                codes_of(&[-amax], scale, Format::E4M3).collect::<Vec<_>>(),
+                codes_by(&[-amax], scale, Format::E4M3, Conventions::default()).collect::<Vec<_>>(),
                 [0xfe],
                 "{amax}"
             );

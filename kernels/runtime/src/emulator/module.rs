@@ -186,10 +186,9 @@ impl EmulatorModule {
                 if let Some(race) = &fault.race {
                     fault.what = self.describe_race(race, launch.block, launch.cluster);
                 }
-                if let Some(line) = fault.waits_at.and_then(|at| {
-                    let [line] = source_lines(&self.path, [at]);
-                    line
-                }) {
+                if let Some(at) = fault.waits_at
+                    && let [Some(line)] = source_lines(&self.path, [at])
+                {
                     fault.what += &format!("; it waits at {line}");
                 }
                 let mut slot = first_fault.lock().unwrap_or_else(|e| e.into_inner());

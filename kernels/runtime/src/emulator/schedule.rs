@@ -313,12 +313,6 @@ impl Block {
         self.exited += 1;
         self.leave_cluster(thread);
         self.meetings[thread as usize / 32].exited |= 1 << (thread % 32);
-        let waits_at = match ending {
-            Ending::Interrupted => {
-                self.other_that_waits(thread).and_then(|(_, state)| place_of(state))
-            }
-            _ => None,
-        };
         let what = match ending {
             Ending::Returned if self.bulk.still_reads(thread) => {
                 "returned while its bulk additions may still read shared memory".to_owned()
@@ -333,11 +327,17 @@ impl Block {
             Ending::IllegalInstruction => {
                 "came to where the compiler knows that control never comes".to_owned()
             }
-            Ending::Interrupted => format!("{TIME_LIMIT}{}", self.others_wait(thread)),
+            Ending::Interrupted => return self.fail_late(thread),
         };
         self.fail_at(thread, what);
-        if let Some(failure) = &mut self.failure {
-            failure.waits_at = failure.waits_at.or(waits_at);
+    }
+
+    /// Records that this thread does not end, and where another one waits, unless there is a fault.
+    fn fail_late(&mut self, thread: u32) {
+        if self.failure.is_none() {
+            let waits_at = self.other_that_waits(thread).and_then(|(_, state)| place_of(state));
+            let what = format!("{TIME_LIMIT}{}", self.others_wait(thread));
+            self.failure = Some(BlockFault { waits_at, ..self.fault_at(thread, what) });
         }
     }
 
