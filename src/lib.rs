@@ -48,3 +48,12 @@ pub mod record;
 pub mod report;
 pub mod specification;
 pub mod sweep;
+
+/// Prepares a process that judges kernels and does nothing else. Call it before any thread is
+/// started.
+pub fn prepare_process() {
+    dsv4_runtime::process::keep_freed_memory();
+    let (name, value) = dsv4_reference::ONE_THREAD_EACH;
+    let set = dsv4_runtime::process::set_variable_if_alone(name, value);
+    tracing::debug!(name, value, set, "one thread for each operation of an oracle");
+}

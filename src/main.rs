@@ -4,10 +4,9 @@
 
 use std::process::ExitCode;
 
-use dsv4_parity::command;
-use dsv4_runtime::process::keep_freed_memory;
+use dsv4_parity::{command, prepare_process};
 
 fn main() -> ExitCode {
-    keep_freed_memory();
+    prepare_process();
     command::main(std::env::args_os()).into()
 }

@@ -2,8 +2,7 @@
 
 use std::ffi::OsString;
 
-use dsv4_parity::command;
-use dsv4_runtime::process::keep_freed_memory;
+use dsv4_parity::{command, prepare_process};
 use pyo3::prelude::*;
 
 /// Runs `parity` with the words of a command line, the program's name first, and returns its exit
@@ -15,7 +14,7 @@ pub fn main(py: Python<'_>, words: Vec<OsString>) -> PyResult<u8> {
     // Python would only note an interrupt while Rust runs.
     signal.call_method1("signal", (signal.getattr("SIGINT")?, signal.getattr("SIG_DFL")?))?;
     Ok(py.detach(|| {
-        keep_freed_memory();
+        prepare_process();
         command::main(words).code()
     }))
 }

@@ -8,6 +8,7 @@
 //! bits ascend with the magnitude.
 
 use crate::error::{Result, wrong_shape_of};
+use crate::wide::wide;
 
 /// The result of a value that rounds beyond the largest finite one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,13 +185,27 @@ impl Format {
         rule: impl Fn(f64) -> f64,
         otherwise: impl Fn(f64) -> f64,
     ) {
+        if !self.signed || !self.subnormals || self.fraction_bits >= 52 {
+            return numbers.iter_mut().for_each(|x| *x = otherwise(*x));
+        }
+        wide(
+            #[inline(always)]
+            || self.in_gaps_of_many(numbers, rule, otherwise),
+        );
+    }
+
+    /// [`Self::in_gaps_all`] of a signed format with subnormal numbers.
+    #[inline(always)]
+    fn in_gaps_of_many(
+        self,
+        numbers: &mut [f64],
+        rule: impl Fn(f64) -> f64,
+        otherwise: impl Fn(f64) -> f64,
+    ) {
         const AT_ONCE: usize = 64;
         const EXPONENT: u64 = 0x7ff << 52;
         // Below the power of two of the largest value, rounding gives values of the format.
         let top = power_of_two(exponent_of(self.largest));
-        if !self.signed || !self.subnormals || self.fraction_bits >= 52 {
-            return numbers.iter_mut().for_each(|x| *x = otherwise(*x));
-        }
         let left_of = |(place, x): (usize, &f64)| u64::from(x.abs() >= top || x.is_nan()) << place;
         let least = power_of_two(self.min_exponent);
         let (to_gap, to_inverse) =

@@ -7,19 +7,26 @@
 //!
 //! Every tensor is a candle `f64` tensor on the CPU: widen bf16 and f32 storage before the call.
 //! The oracles have no strides, streams or aliasing, and never read what a kernel produced.
+//!
 //! # Two precisions
 //!
-//! [`Precision::Exact`] evaluates the formula. [`Precision::Working`] additionally rounds, at
 //! [`Precision::Exact`] evaluates the formula. [`Precision::Working`] also rounds wherever a kernel
 //! stores or multiplies in a narrower type. That rounding is random and without bias. Every sum
 //! also gets the noise of its fp32 accumulation. The spread of `Working` runs around `Exact` is the
 //! error that a kernel of that precision may have. [`Precision::Nearest`] rounds at the same points
 //! as the hardware does.
-//! Results of a `Working` run are the values **before** the last rounding to the type of the
+//!
 //! Results of a `Working` run are the values **before** the last rounding to the type of the
 //! output. A comparison adds half a unit in the last place of that type itself. A narrow tensor
 //! that is read again is rounded: the saved bf16 `out`, the fp32 `lse` and `rstd`, and P and dS
 //! before a matrix product.
+//!
+//! # Threads
+//!
+//! A judge runs an oracle many times, each run on a thread of its own. candle then must not divide
+//! each operation over threads as well: they wait for one another, and before each product it reads
+//! the list of processors. A program therefore sets [`ONE_THREAD_EACH`] before it starts threads.
+//!
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
 //! [`Precision::Nearest`]: precision::Precision::Nearest
@@ -43,6 +50,7 @@ mod select;
 pub mod statistics;
 pub mod streams;
 pub mod tensor_core;
+mod wide;
 
 #[cfg(test)]
 mod testing;
@@ -54,3 +62,7 @@ pub use named::Named;
 pub use precision::{Accumulator, Precision, Rounding};
 pub use products::Products;
 pub use tensor_core::TensorCore;
+
+/// The environment variable, and its value, with which candle computes each operation on the thread
+/// that asked for it.
+pub const ONE_THREAD_EACH: (&str, &str) = ("CANDLE_CPU_MASK", "0");

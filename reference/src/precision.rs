@@ -127,12 +127,13 @@
 //! promotion every one is lost, and the result is 16384. With promotion every 128 terms, only the
 //! 127 ones after the large term are lost: 23424.
 
-use candle_core::{CpuStorage, D, Tensor};
+use candle_core::{CpuStorage, D, Layout, Tensor};
 
 use crate::conventions::Conventions;
 use crate::error::{Result, require, require_f64, wrong_value};
 use crate::format::{Format, power_of_two};
 use crate::products::Products;
+use crate::wide::wide;
 
 /// Relative error of the special function units. The PTX ISA bounds that of `ex2.approx.f32` by
 /// 2^-22 and that of `rsqrt.approx.f32` by 2^-22.9.
@@ -466,12 +467,16 @@ impl Rounding {
             (noise.next(), noise.unless_ideal(power_of_two(APPROXIMATE_ERROR_EXPONENT)));
         let (common, flushes) = (toss.phase(), noise.flushes());
         let mut approximated = values(tensor)?;
-        for x in &mut approximated {
-            *x *= 1.0 + bound * (common + toss.uniform(*x) - 1.0);
-            if flushes && x.abs() < power_of_two(Format::F32.min_exponent) {
-                *x = 0.0;
-            }
-        }
+        let least = power_of_two(Format::F32.min_exponent);
+        wide(
+            #[inline(always)]
+            || {
+                for x in &mut approximated {
+                    let y = *x * (1.0 + bound * (common + toss.uniform(*x) - 1.0));
+                    *x = if flushes && y.abs() < least { 0.0 } else { y };
+                }
+            },
+        );
         let approximated = Tensor::from_vec(approximated, tensor.shape(), tensor.device())?;
         self.f32(&approximated)
     }
@@ -803,16 +808,32 @@ impl Rounding {
         let wider = accumulator.unit_roundoff() / Accumulator::F32.unit_roundoff();
         let wider =
             if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
-        for ((s, q), n) in sums.iter_mut().zip(squares).zip(counts) {
-            let sigma = wider * accumulation_sigma(*s, q, n, lanes);
+        let mut from = 0;
+        for same in counts.chunk_by(|n, next| n == next) {
+            let range = from..from + same.len();
+            from = range.end;
+            let error = AccumulationError::of(same[0], lanes);
+            let (sums, squares) = (&mut sums[range.clone()], &squares[range]);
             // An overflowing or NaN sum stays as it is; noise would turn an infinity into NaN.
-            if sigma > 0.0 && sigma.is_finite() {
-                *s = if is_ideal {
-                    Format::F32.nearest(*s)
-                } else {
-                    *s + sigma * toss.normal(*s, q)
-                };
+            let errs = |sigma: f64| sigma > 0.0 && sigma.is_finite();
+            if is_ideal {
+                let mut rounded = sums.to_vec();
+                Format::F32.round_all(&mut rounded);
+                for ((s, q), rounded) in sums.iter_mut().zip(squares).zip(rounded) {
+                    *s = if errs(error.sigma(*s, *q)) { rounded } else { *s };
+                }
+                continue;
             }
+            wide(
+                #[inline(always)]
+                || {
+                    for (s, q) in sums.iter_mut().zip(squares) {
+                        let sigma = wider * error.sigma(*s, *q);
+                        let moved = *s + sigma * toss.normal(*s, *q);
+                        *s = if errs(sigma) { moved } else { *s };
+                    }
+                },
+            );
         }
         Ok(Tensor::from_vec(sums, sum.shape(), sum.device())?)
     }
@@ -821,45 +842,70 @@ impl Rounding {
 /// Between two subnormal fp32 numbers: 2^-149.
 const SUBNORMAL_GAP: f64 = f64::from_bits((1023 - 149) << 52);
 
+/// Of fp32: 2^-24.
+const UNIT_ROUNDOFF: f64 = f64::from_bits((1023 - 24) << 52);
+
 /// Standard deviation of the error of an fp32 sum of `n` terms with sum `s` and sum of squares `q`,
 /// in this many lanes. In one lane it is `u sqrt((n + 1) (s^2/3 + q/6) / (4 ln 2))`, `u = 2^-24`.
 /// Zero when there is nothing to add.
 pub fn accumulation_sigma(s: f64, q: f64, n: f64, lanes: usize) -> f64 {
-    if n < 1.0 {
-        return 0.0;
-    }
-    let unit_roundoff = power_of_two(-Format::F32.fraction_bits - 1);
-    let sequential = (n + 1.0) * (s * s / 3.0 + q / 6.0);
-    let squared_partial_sums = if lanes == 1 {
-        sequential
-    } else {
-        squared_partial_sums(s, q, n, lanes as f64).min(sequential)
-    };
-    // A term that is cut off at the gap g of subnormal numbers errs by g^2/3; their sums are exact.
-    let subnormal =
-        if s == 0.0 && q == 0.0 { 0.0 } else { n * SUBNORMAL_GAP * SUBNORMAL_GAP / 3.0 };
-    (unit_roundoff * unit_roundoff * squared_partial_sums / (4.0 * std::f64::consts::LN_2)
-        + subnormal)
-        .sqrt()
+    AccumulationError::of(n, lanes).sigma(s, q)
 }
 
-/// Sum over all partial sums of their expected squares, where lanes add one term after the other
-/// and a tree adds the lanes (module documentation).
-fn squared_partial_sums(s: f64, q: f64, n: f64, lanes: f64) -> f64 {
-    let scatter = if n > 1.0 { ((q - s * s / n) / (n * (n - 1.0))).max(0.0) } else { 0.0 };
-    let of_terms = |j: f64| (j / n * s).powi(2) + j * (n - j) * scatter;
-    let chain = (n / lanes).ceil();
-    // sum_j j and sum_j j^2 over the terms of a chain.
-    let (first, second) =
-        (chain * (chain + 1.0) / 2.0, chain * (chain + 1.0) * (2.0 * chain + 1.0) / 6.0);
-    let of_chain = second * (s / n).powi(2) + (n * first - second) * scatter;
-    let mut sum = lanes.min(n) * of_chain;
-    let (mut terms, mut sums) = (chain, lanes);
-    while sums > 1.0 {
-        (terms, sums) = ((2.0 * terms).min(n), (sums / 2.0).ceil());
-        sum += sums.min((n / terms).ceil()) * of_terms(terms);
+/// [`accumulation_sigma`] of sums of `n` terms.
+#[derive(Debug, Clone, Copy)]
+struct AccumulationError {
+    n: f64,
+    /// The expected squares of all partial sums are that many times `s^2`,
+    of_sum: f64,
+    /// and that many times the scatter of the terms.
+    of_scatter: f64,
+    one_lane: bool,
+}
+
+impl AccumulationError {
+    /// Lanes add one term after the other, and a tree adds the lanes (module documentation).
+    fn of(n: f64, lanes: usize) -> Self {
+        let one_lane = lanes == 1;
+        let lanes = lanes as f64;
+        let chain = (n / lanes).ceil();
+        // sum_j j and sum_j j^2 over the terms of a chain.
+        let (first, second) =
+            (chain * (chain + 1.0) / 2.0, chain * (chain + 1.0) * (2.0 * chain + 1.0) / 6.0);
+        let chains = lanes.min(n);
+        let (mut of_sum, mut of_scatter) =
+            (chains * second / (n * n), chains * (n * first - second));
+        let (mut terms, mut sums) = (chain, lanes);
+        while sums > 1.0 {
+            (terms, sums) = ((2.0 * terms).min(n), (sums / 2.0).ceil());
+            let sums = sums.min((n / terms).ceil());
+            of_sum += sums * (terms / n).powi(2);
+            of_scatter += sums * terms * (n - terms);
+        }
+        Self { n, of_sum, of_scatter, one_lane }
     }
-    sum
+
+    #[inline(always)]
+    fn sigma(self, s: f64, q: f64) -> f64 {
+        let Self { n, of_sum, of_scatter, one_lane } = self;
+        if n < 1.0 {
+            return 0.0;
+        }
+        let sequential = (n + 1.0) * (s * s / 3.0 + q / 6.0);
+        let squared_partial_sums = if one_lane {
+            sequential
+        } else {
+            let scatter = if n > 1.0 { ((q - s * s / n) / (n * (n - 1.0))).max(0.0) } else { 0.0 };
+            (of_sum * (s * s) + of_scatter * scatter).min(sequential)
+        };
+        // A term that is cut off at the gap g of subnormal numbers errs by g^2/3; their sums are
+        // exact.
+        let subnormal =
+            if s == 0.0 && q == 0.0 { 0.0 } else { n * SUBNORMAL_GAP * SUBNORMAL_GAP / 3.0 };
+        (UNIT_ROUNDOFF * UNIT_ROUNDOFF * squared_partial_sums / (4.0 * std::f64::consts::LN_2)
+            + subnormal)
+            .sqrt()
+    }
 }
 
 /// Sums of the squares of the terms of `a @ b`. The terms of an element are `a_ik b_kj`, so this
@@ -894,17 +940,56 @@ fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
 }
 
 /// All elements of an f64 tensor in row-major order.
-pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    // `to_vec1` walks an index iterator over strided tensors; contiguous storage copies much
-    // faster.
+///
+/// # Errors
+/// A tensor of another type.
+pub fn elements(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
+    // candle's own copy of a transposed or broadcast tensor counts up all indices for each element,
+    // which takes several times as long as what an oracle computes of them.
     let (storage, layout) = tensor.storage_and_layout();
-    if let (candle_core::Storage::Cpu(CpuStorage::F64(data)), Some((start, end))) =
-        (&*storage, layout.contiguous_offsets())
-    {
-        return Ok(data[start..end].to_vec());
+    if let candle_core::Storage::Cpu(CpuStorage::F64(data)) = &*storage {
+        return Ok(gathered(data, layout));
     }
     drop(storage);
-    Ok(tensor.flatten_all()?.to_vec1()?)
+    tensor.flatten_all()?.to_vec1()
+}
+
+/// [`elements`], for oracles.
+pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    Ok(elements(tensor)?)
+}
+
+/// The elements of a layout, row by row along its last axis.
+pub(crate) fn gathered<T: Copy>(data: &[T], layout: &Layout) -> Vec<T> {
+    if let Some((start, end)) = layout.contiguous_offsets() {
+        return data[start..end].to_vec();
+    }
+    let count = layout.shape().elem_count();
+    let mut found = Vec::with_capacity(count);
+    let (Some((&row, outer)), Some((&step, outer_steps))) =
+        (layout.dims().split_last(), layout.stride().split_last())
+    else {
+        return found;
+    };
+    let mut index = vec![0; outer.len()];
+    let mut at = layout.start_offset();
+    while found.len() < count {
+        match step {
+            0 => found.resize(found.len() + row, data[at]),
+            1 => found.extend_from_slice(&data[at..at + row]),
+            _ => found.extend(data[at..].iter().step_by(step).take(row)),
+        }
+        for axis in (0..outer.len()).rev() {
+            index[axis] += 1;
+            at += outer_steps[axis];
+            if index[axis] < outer[axis] {
+                break;
+            }
+            at -= index[axis] * outer_steps[axis];
+            index[axis] = 0;
+        }
+    }
+    found
 }
 
 /// Random values of a run: one function of value for each rounding point.
@@ -961,6 +1046,7 @@ impl Toss {
     }
 
     /// Uniform in [0, 1).
+    #[inline(always)]
     fn uniform(self, x: f64) -> f64 {
         unit(scramble(self.salt ^ key(x)))
     }
@@ -968,6 +1054,7 @@ impl Toss {
     /// Standard normal, but the tails end at `2 sqrt(6)`: a sum of eight uniform numbers. Errors of
     /// a sum of roundings are also such a sum. (The logarithm and cosine of Box and Muller took a
     /// twentieth of the time of a sweep.)
+    #[inline(always)]
     fn normal(self, x: f64, y: f64) -> f64 {
         let bits = scramble(scramble(self.salt ^ key(x)).wrapping_add(key(y)));
         let pieces = |bits: u64| {
@@ -975,17 +1062,20 @@ impl Toss {
         };
         let sum = pieces(bits) + pieces(scramble(bits));
         // Eight numbers 0 to 65535, of mean 65535/2 and variance (65536^2 - 1)/12 each.
-        (sum as f64 - 4.0 * 65535.0) * f64::sqrt(12.0 / (8.0 * (65536.0 * 65536.0 - 1.0)))
+        (f64::from(sum as u32) - 4.0 * 65535.0)
+            * f64::sqrt(12.0 / (8.0 * (65536.0 * 65536.0 - 1.0)))
     }
 }
 
 /// The leading 40 significand bits of a number, rounded, so that sums of the same terms in another
 /// order give the same key.
+#[inline(always)]
 fn key(x: f64) -> u64 {
     x.to_bits().wrapping_add(1 << 11) >> 12
 }
 
 /// The mixing function of the SplitMix64 generator.
+#[inline(always)]
 fn scramble(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -994,17 +1084,48 @@ fn scramble(x: u64) -> u64 {
 }
 
 /// The leading 53 bits as a number in [0, 1).
+#[inline(always)]
 fn unit(bits: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_core::IndexOp as _;
+
     use super::*;
     use crate::testing::{Draw, f64_tensor};
 
     fn working(seed: u64) -> Rounding {
         Rounding::new(Precision::Working { seed })
+    }
+
+    #[test]
+    fn elements_of_any_layout_come_in_row_major_order() -> Result<()> {
+        let numbers: Vec<f64> = (0..210).map(f64::from).collect();
+        let x = f64_tensor(&numbers, &[5, 6, 7]);
+        let one = f64_tensor(&[3.0], &[1]);
+        let layouts = [
+            x.clone(),
+            x.transpose(0, 2)?,
+            x.transpose(1, 2)?,
+            x.permute((1, 0, 2))?,
+            x.narrow(1, 2, 3)?,
+            x.narrow(2, 6, 1)?,
+            x.narrow(1, 2, 3)?.transpose(0, 1)?,
+            x.narrow(2, 1, 1)?.broadcast_as((5, 6, 4))?,
+            x.narrow(0, 4, 1)?.broadcast_as((3, 6, 7))?,
+            x.i((.., 3, ..))?.t()?,
+            one.broadcast_as((2, 3, 4))?,
+            one.reshape(())?.broadcast_as((3,))?,
+            x.narrow(0, 0, 0)?.transpose(0, 1)?,
+            x.i((1, 2, 3))?,
+        ];
+        for layout in layouts {
+            let of_candle: Vec<f64> = layout.flatten_all()?.to_vec1()?;
+            assert_eq!(values(&layout)?, of_candle, "{:?}", layout.layout());
+        }
+        Ok(())
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Selection of values by a mask. No function uses a product, because 0 * NaN is NaN.
 
-use candle_core::Tensor;
+use candle_core::{CpuStorage, Shape, Storage, Tensor};
 
 use crate::error::Result;
+use crate::precision::gathered;
 
 /// `tensor` where `condition` is 1, the value `otherwise` where it is 0.
 pub(crate) fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Result<Tensor> {
@@ -14,6 +15,25 @@ pub(crate) fn select(condition: &Tensor, tensor: &Tensor, otherwise: f64) -> Res
 pub(crate) fn unless(condition: &Tensor, tensor: &Tensor, instead: f64) -> Result<Tensor> {
     let instead = Tensor::full(instead, tensor.shape(), tensor.device())?;
     Ok(condition.where_cond(&instead, tensor)?)
+}
+
+/// A mask or counts, broadcast over a shape and laid out row by row. No gradient passes through it.
+pub(crate) fn spread(tensor: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
+    let wide = tensor.broadcast_as(shape)?;
+    let laid_out = {
+        let (storage, layout) = wide.storage_and_layout();
+        let (shape, device) = (wide.shape(), wide.device());
+        match &*storage {
+            Storage::Cpu(CpuStorage::F64(data)) => {
+                Tensor::from_vec(gathered(data, layout), shape, device)
+            }
+            Storage::Cpu(CpuStorage::U8(data)) => {
+                Tensor::from_vec(gathered(data, layout), shape, device)
+            }
+            _ => wide.contiguous(),
+        }
+    };
+    Ok(laid_out?)
 }
 
 /// The largest value along a dimension, which stays with size 1; NaN where one is NaN.

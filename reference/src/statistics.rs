@@ -2,6 +2,7 @@
 //! in the crate that is compiled with optimization in every profile.
 
 use crate::format::Format;
+use crate::wide::wide;
 
 /// The sums of one tensor's weighted errors.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -31,7 +32,12 @@ impl WeightedErrors {
 
 /// Number of equal elements where `exact` is finite.
 pub fn count_equal(exact: &[f64], a: &[f64], b: &[f64]) -> usize {
-    exact.iter().zip(a.iter().zip(b)).filter(|(e, (a, b))| e.is_finite() && a == b).count()
+    // Without a branch for each element.
+    let is_equal = |(e, (a, b)): (&f64, (&f64, &f64))| usize::from(e.is_finite() & (a == b));
+    wide(
+        #[inline(always)]
+        || exact.iter().zip(a.iter().zip(b)).map(is_equal).sum(),
+    )
 }
 
 /// For each element the mean square of its errors over the runs; NaN where `exact` is not finite.
@@ -39,9 +45,14 @@ pub fn mean_squares(exact: &[f64], runs: &[&[f64]]) -> Vec<f64> {
     let mut sums: Vec<f64> =
         exact.iter().map(|e| if e.is_finite() { 0.0 } else { f64::NAN }).collect();
     for run in runs {
-        for ((sum, e), y) in sums.iter_mut().zip(exact).zip(*run) {
-            *sum += (y - e) * (y - e);
-        }
+        wide(
+            #[inline(always)]
+            || {
+                for ((sum, e), y) in sums.iter_mut().zip(exact).zip(*run) {
+                    *sum += (y - e) * (y - e);
+                }
+            },
+        );
     }
     let count = runs.len() as f64;
     sums.iter_mut().for_each(|sum| *sum /= count);

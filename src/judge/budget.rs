@@ -146,6 +146,7 @@ impl Budget {
         z: f64,
     ) {
         let pool = Pool::of(&own[range.clone()], runs as f64);
+        let multiple = student(z, pool.freedom);
         for i in range {
             let (value, own) = (exact.values[i], own[i]);
             if !value.is_finite() {
@@ -153,7 +154,7 @@ impl Budget {
                 self.variance.push(f64::NAN);
                 continue;
             }
-            let (multiple, variance) = (student(z, pool.freedom), pool.variance(own));
+            let variance = pool.variance(own);
             let spread = multiple * variance.sqrt();
             let store = if spread == 0.0 && value == 0.0 {
                 0.0

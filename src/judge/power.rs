@@ -19,6 +19,7 @@
 //!   the error of adding 0.3 and subtracting it again in the type.
 
 use dsv4_reference::Format;
+use rayon::prelude::*;
 
 use crate::judge::agreement::budget_use;
 use crate::judge::grid::Steps;
@@ -55,22 +56,24 @@ pub fn of(exact: &OracleTensor, held: &Held, run: &[f64], powerless: bool) -> Op
         return None;
     }
     let tensor = Tensor { exact, held, run };
-    let plain = held.steps.store(run);
-    let rules = Rules {
-        exact: &exact.values,
-        steps: &held.steps,
-        plain_error: largest_error(&plain, &exact.values),
+    let rules = Rules::of(exact, held, run);
+    let judges: [&Judge<'_>; 5] = [
+        &|y| fails(exact, held, y),
+        &|y| rules.assert_close(y),
+        &|y| rules.cosine(y),
+        &|y| rules.flash_mla(y),
+        &|y| rules.flash_attention(y),
+    ];
+    let seen: Vec<Seen> = judges.par_iter().map(|judge| tensor.smallest_bias(judge)).collect();
+    let &[bias, assert_close, cosine, flash_mla, flash_attention] = seen.as_slice() else {
+        return None;
     };
-    Some(Power {
-        bias: tensor.smallest_bias(|y| fails(exact, held, y)),
-        powerless,
-        element: relative_element(exact, held),
-        assert_close: tensor.smallest_bias(|y| rules.assert_close(y)),
-        cosine: tensor.smallest_bias(|y| rules.cosine(y)),
-        flash_mla: tensor.smallest_bias(|y| rules.flash_mla(y)),
-        flash_attention: tensor.smallest_bias(|y| rules.flash_attention(y)),
-    })
+    let element = relative_element(exact, held);
+    Some(Power { bias, powerless, element, assert_close, cosine, flash_mla, flash_attention })
 }
+
+/// Whether a tensor fails.
+type Judge<'a> = dyn Fn(&[f64]) -> bool + Sync + 'a;
 
 /// Whether the verdict over one tensor would pass an error of 10 %, where that changes anything.
 pub fn is_missing(exact: &OracleTensor, held: &Held, run: &[f64]) -> bool {
@@ -100,7 +103,7 @@ struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    fn sees(&self, bias: f64, fails: &dyn Fn(&[f64]) -> bool) -> bool {
+    fn sees(&self, bias: f64, fails: &Judge<'_>) -> bool {
         [1.0 + bias, 1.0 - bias].iter().all(|factor| {
             let corrupted: Vec<f64> = self.run.iter().map(|value| value * factor).collect();
             let mut corrupted = self.held.steps.store(&corrupted);
@@ -116,9 +119,9 @@ impl Tensor<'_> {
 
     /// The largest `k` for which `2^-k` is seen, by bisection: a rule that sees an error sees a
     /// larger one.
-    fn smallest_bias(&self, fails: impl Fn(&[f64]) -> bool) -> Seen {
-        let seen = |k: u32| self.sees(0.5f64.powi(k as i32), &fails);
-        if self.sees(0.0, &fails) {
+    fn smallest_bias(&self, fails: &Judge<'_>) -> Seen {
+        let seen = |k: u32| self.sees(0.5f64.powi(k as i32), fails);
+        if self.sees(0.0, fails) {
             return Seen::FalseAlarm;
         }
         if !seen(1) {
@@ -153,10 +156,21 @@ fn largest_error(written: &[f64], exact: &[f64]) -> f64 {
 struct Rules<'a> {
     exact: &'a [f64],
     steps: &'a Steps,
-    plain_error: f64,
+    /// The largest error that FlashAttention's rule allows.
+    flash_attention_allows: f64,
 }
 
-impl Rules<'_> {
+impl<'a> Rules<'a> {
+    fn of(exact: &'a OracleTensor, held: &'a Held, run: &[f64]) -> Self {
+        let (exact, steps) = (&exact.values, &held.steps);
+        let plain_error = largest_error(&steps.store(run), exact);
+        let e = steps.store(exact);
+        let sum = steps.store(&e.iter().map(|e| e + 0.3).collect::<Vec<_>>());
+        let back = steps.store(&sum.iter().map(|sum| sum - 0.3).collect::<Vec<_>>());
+        let flash_attention_allows = 2.0 * plain_error + 2.0 * largest_error(&back, &e);
+        Self { exact, steps, flash_attention_allows }
+    }
+
     fn pairs<'b>(&'b self, written: &'b [f64]) -> impl Iterator<Item = (f64, f64)> + 'b {
         written.iter().copied().zip(self.exact.iter().copied()).filter(|(_, e)| e.is_finite())
     }
@@ -193,10 +207,7 @@ impl Rules<'_> {
     }
 
     fn flash_attention(&self, written: &[f64]) -> bool {
-        let e = self.steps.store(self.exact);
-        let sum = self.steps.store(&e.iter().map(|e| e + 0.3).collect::<Vec<_>>());
-        let back = self.steps.store(&sum.iter().map(|sum| sum - 0.3).collect::<Vec<_>>());
-        largest_error(written, self.exact) > 2.0 * self.plain_error + 2.0 * largest_error(&back, &e)
+        largest_error(written, self.exact) > self.flash_attention_allows
     }
 }
 

@@ -176,13 +176,18 @@ impl Truth {
         let KernelTensor { grid, pooling, comparison, deterministic, .. } = *found;
         let stored =
             Stored { index, dtype: found.tensor.dtype, grid, pooling, comparison, deterministic };
-        let mut known = self.held.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some((_, held)) = known.iter().find(|(of, _)| *of == stored) {
-            return Ok(held.clone());
+        if let Some(held) = self.known(stored) {
+            return Ok(held);
         }
+        // Not under the lock: a thread that waits for others may do work that needs it.
         let held = Arc::new(self.derive(index, found)?);
-        known.push((stored, held.clone()));
+        self.held.lock().unwrap_or_else(|e| e.into_inner()).push((stored, held.clone()));
         Ok(held)
+    }
+
+    fn known(&self, stored: Stored) -> Option<Arc<Held>> {
+        let known = self.held.lock().unwrap_or_else(|e| e.into_inner());
+        known.iter().find(|(of, _)| *of == stored).map(|(_, held)| held.clone())
     }
 
     fn derive(&self, index: usize, found: &KernelTensor) -> Result<Held, Unheld> {
@@ -241,7 +246,7 @@ impl Truth {
             let run = self.working.get(WORKING_RUNS)?;
             power::of(&self.exact[index], held, &run[index].values, self.is_powerless(index, held))
         };
-        held.power.get_or_init(of_run).clone()
+        initialized(&held.power, of_run).clone()
     }
 
     /// Whether the verdict over exact tensor number `index` would pass an error of 10 %.
@@ -250,7 +255,7 @@ impl Truth {
             let run = self.working.get(WORKING_RUNS);
             run.is_some_and(|run| power::is_missing(&self.exact[index], held, &run[index].values))
         };
-        *held.powerless.get_or_init(of_run)
+        *initialized(&held.powerless, of_run)
     }
 
     /// The runs of a tensor as the kernel sums it. Atomics lose subnormal values
@@ -299,6 +304,16 @@ impl Truth {
         // For each tensor in use: allowed errors, variances, weights, and a run of each choice.
         elements * (1 + self.working.len() + 3 + CHOICES) * size_of::<f64>()
     }
+}
+
+/// The value of a cell. It is computed outside: a thread that waits for others may do work that
+/// needs the same cell.
+fn initialized<T>(cell: &OnceLock<T>, value: impl FnOnce() -> T) -> &T {
+    if let Some(known) = cell.get() {
+        return known;
+    }
+    let value = value();
+    cell.get_or_init(|| value)
 }
 
 #[cfg(test)]

@@ -55,12 +55,16 @@
 
 use dsv4_reference::precision::{CHOICES, Precision};
 use dsv4_reference::statistics::{self, WeightedErrors};
+use rayon::prelude::*;
 use statrs::distribution::{DiscreteCDF, Poisson};
 
 use crate::judge::budget::{Budget, CAMPAIGN, expected_maximum, student};
 use crate::judge::grid::Steps;
 use crate::operator::{NEAREST_RUNS, OracleTensor, RoundingPoints, Side, WORKING_RUNS};
 use crate::record::figures;
+
+/// Elements below which a thread costs more than it takes.
+const AT_ONCE: usize = 1 << 14;
 
 /// Jumps of the largest size that are allowed. It is very rare that two both happen, both have the
 /// largest size, and add up.
@@ -124,7 +128,7 @@ impl Yardstick {
         budget: &Budget,
         points: RoundingPoints,
     ) -> Self {
-        let stored: Vec<Vec<f64>> = runs.iter().map(|run| steps.store(&run.values)).collect();
+        let stored: Vec<Vec<f64>> = runs.par_iter().map(|run| steps.store(&run.values)).collect();
         let (working, nearest) = stored.split_at(WORKING_RUNS.min(stored.len()));
         let scale = Scale::of(exact, budget, steps);
         let mut yardstick = Self {
@@ -138,9 +142,10 @@ impl Yardstick {
         if yardstick.scale.finite.is_empty() || working.len() < 2 {
             return yardstick;
         }
-        let scattered: Vec<Numbers> =
-            working.iter().map(|run| yardstick.numbers(exact, run)).collect();
-        let ruled: Vec<Numbers> = nearest.iter().map(|run| yardstick.numbers(exact, run)).collect();
+        let numbers = |runs: &[Vec<f64>]| -> Vec<Numbers> {
+            runs.par_iter().map(|run| yardstick.numbers(exact, run)).collect()
+        };
+        let (scattered, ruled) = (numbers(working), numbers(nearest));
         let flips = yardstick.scale.flips(exact, budget, steps);
         let jumps = yardstick.scale.jumps(exact, working);
         let independent = yardstick.independent_scatter(nearest);
@@ -327,20 +332,20 @@ impl Scale {
         // little.
         let sums_rows = exact.shape.len() < 2 && exact.side == Side::Gradient;
         let rows = exact.values.len() / row_len;
-        let mut bias = vec![Moments::default(); rows];
-        let mut energy = vec![Moments::default(); rows];
-        for run in working {
-            let rows = exact
-                .values
-                .chunks(row_len)
-                .zip(run.chunks(row_len))
-                .zip(self.weights.chunks(row_len));
-            for (row, ((exact, run), weights)) in rows.enumerate() {
-                let errors = WeightedErrors::of(exact, run, weights);
-                bias[row].add(errors.projection);
-                energy[row].add(errors.energy);
+        let moments_of = |row: usize| {
+            let range = row * row_len..(row + 1) * row_len;
+            let (exact, weights) = (&exact.values[range.clone()], &self.weights[range.clone()]);
+            let (mut bias, mut energy) = (Moments::default(), Moments::default());
+            for run in working {
+                let errors = WeightedErrors::of(exact, &run[range.clone()], weights);
+                bias.add(errors.projection);
+                energy.add(errors.energy);
             }
-        }
+            (bias, energy)
+        };
+        let at_once = (AT_ONCE / row_len).max(1);
+        let (bias, energy): (Vec<Moments>, Vec<Moments>) =
+            (0..rows).into_par_iter().with_min_len(at_once).map(moments_of).unzip();
         let count = self.finite.len() as f64;
         Jumps {
             bias: if self.signal > 0.0 { Moments::largest_jump(&bias) / self.signal } else { 0.0 },

@@ -124,7 +124,7 @@ pub(crate) fn widened(host: &HostTensor) -> Result<Tensor, candle_core::Error> {
 
 /// A candle tensor's elements, row-major.
 pub(crate) fn elements(tensor: &Tensor) -> Result<Vec<f64>, candle_core::Error> {
-    tensor.flatten_all()?.to_vec1()
+    dsv4_reference::precision::elements(tensor)
 }
 
 /// Which kernels run.

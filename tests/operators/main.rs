@@ -29,7 +29,7 @@ use std::time::Instant;
 
 use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operators::registry;
-use dsv4_runtime::process::keep_freed_memory;
+use dsv4_parity::prepare_process;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// How much runs.
@@ -62,7 +62,7 @@ const OF_EACH_OPERATOR: [Make; 5] =
     [sweeps::trial, coverage::trial, golden::trial, refusals::trial, numbers::trial];
 
 fn main() -> ExitCode {
-    keep_freed_memory();
+    prepare_process();
     // Times are always printed. libtest's flag for them is accepted because `cargo test` passes it
     // to all test binaries.
     let arguments =

@@ -286,6 +286,8 @@ fn a_worker_that_cannot_start_is_told_once_and_no_report_is_begun() {
     let starts: BTreeMap<&str, [&str; 2]> = [
         ("echo broken >&2; exit 3", ["exit code 3", "broken"]),
         ("sleep 0.4; exit 4", ["exit code 4", "hint: "]),
+        // Oracles compute each operation on one thread, in every process of the program.
+        ("echo \"mask ${CANDLE_CPU_MASK-none}\" >&2; exit 6", ["exit code 6", "mask 0"]),
         ("/nonexistent/kernel", ["exit code 127", "hint: the command is not found"]),
         ("python3 -c 'import dsv4_no_such_thing'", ["No module named", "hint: "]),
     ]

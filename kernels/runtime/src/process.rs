@@ -33,6 +33,20 @@ pub fn keep_freed_memory() {
     }
 }
 
+/// Sets a variable of this process's environment for a library that reads it, where it is not set
+/// yet and no other thread could read it at the same time. Returns whether it is set now.
+pub fn set_variable_if_alone(name: &str, value: &str) -> bool {
+    if std::env::var_os(name).is_some() {
+        return true;
+    }
+    let alone = std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
+    if alone {
+        // SAFETY: this is the only thread, so no other one reads or changes the environment.
+        unsafe { std::env::set_var(name, value) };
+    }
+    alone
+}
+
 /// The program that loaded this library, such as a Python interpreter, where that is not the
 /// executable which the library was linked into.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,5 +136,21 @@ pub fn kill_group(leader: u32) {
         // SAFETY: kill takes two integers; the group is positive and not 1, so neither "every
         // process" nor this process's own group can be meant.
         unsafe { libc::kill(-leader, libc::SIGKILL) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_is_not_set_next_to_other_threads() {
+        let name = "PARITY_TEST_OF_A_VARIABLE";
+        // The test's own thread waits next to that of the harness.
+        assert!(!set_variable_if_alone(name, "set"));
+        assert_eq!(variable(name), None);
+        // One that is set stays.
+        assert!(set_variable_if_alone("PATH", "set"));
+        assert_ne!(variable("PATH"), Some("set".into()));
     }
 }

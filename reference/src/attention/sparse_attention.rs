@@ -51,7 +51,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use crate::error::{Error, Result, require, require_f64, wrong_shape, wrong_value};
 use crate::precision::{Rounding, values};
-use crate::select::{max_or_nan, select};
+use crate::select::{max_or_nan, select, spread};
 
 /// Where the value rows are stored.
 #[derive(Debug, Clone)]
@@ -467,11 +467,11 @@ impl Gathered {
             Value::Prefix { v_dim } => k.narrow(2, 0, *v_dim)?,
             Value::Separate(v) => gather(v)?,
         };
-        let has_valid = num_valid.gt(0.0)?.broadcast_as((tokens, heads, 1))?.contiguous()?;
+        let has_valid = spread(&num_valid.gt(0.0)?, (tokens, heads, 1))?;
         Ok(Self {
             has_weight: has_valid.clone(),
             has_valid,
-            valid: valid.broadcast_as((tokens, heads, slots))?.contiguous()?,
+            valid: spread(&valid, (tokens, heads, slots))?,
             num_valid,
             rows,
             k,
@@ -686,7 +686,7 @@ impl Scatter<'_> {
         let squares =
             || Ok((self.scattered(&coefficients.sqr()?, &rows.sqr()?)? * (scale * scale))?);
         let (sum_of_squares, num_terms) = match rounding.noise_scale(squares)? {
-            Some(squares) => (squares, self.counts()?.broadcast_as(sum.shape())?.contiguous()?),
+            Some(squares) => (squares, spread(&self.counts()?, sum.shape())?),
             None => (sum.zeros_like()?, sum.zeros_like()?),
         };
         Ok(SlotSums { sum, sum_of_squares, num_terms })

@@ -36,7 +36,7 @@ use crate::error::{Result, require, require_that, wrong_shape};
 use crate::format::Format;
 use crate::named::Named;
 use crate::precision::Rounding;
-use crate::select::{max_or_nan, select};
+use crate::select::{max_or_nan, select, spread};
 use crate::{formats::hadamard, projections::rms_norm, projections::rope, quantize};
 
 /// Inputs of the operator.
@@ -377,7 +377,7 @@ impl Pooling {
     ) -> Result<Self> {
         let (entries, slots, head_dim) = value.dims3()?;
         let there = Tensor::from_vec(there, (entries, slots, 1), value.device())?;
-        let there = there.broadcast_as((entries, slots, head_dim))?.contiguous()?;
+        let there = spread(&there, (entries, slots, head_dim))?;
         let value = select(&there, value, 0.0)?;
         let score = select(&there, score, f64::NEG_INFINITY)?;
         // The weights do not depend on what is subtracted.

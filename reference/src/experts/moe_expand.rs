@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::error::{Result, require_that};
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::select::unless;
+use crate::select::{spread, unless};
 
 /// `y` `[num_positions, hidden_size]`, stored in the type of `x`, of these inputs:
 ///
@@ -110,7 +110,7 @@ impl Slots {
         let index: Vec<u32> = self.row_of_slot.iter().map(|row| row.unwrap_or(0) as u32).collect();
         let shape = (self.num_tokens(), self.topk, rows.dim(1)?);
         let rows = select_rows(rows, index)?.reshape(shape)?;
-        unless(&self.unused()?.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?, &rows, 0.0)
+        unless(&spread(&self.unused()?.unsqueeze(2)?, shape)?, &rows, 0.0)
     }
 
     /// The values of each row's slot, `[num_positions, hidden_size]` from
@@ -131,7 +131,7 @@ impl Slots {
         let unused: Vec<u8> =
             self.token_of_row.iter().map(|token| u8::from(token.is_none())).collect();
         let unused = Tensor::from_vec(unused, (self.token_of_row.len(), 1), &Device::Cpu)?;
-        unless(&unused.broadcast_as(rows.shape())?.contiguous()?, rows, 0.0)
+        unless(&spread(&unused, rows.shape())?, rows, 0.0)
     }
 
     /// Sums over the slots of each token, with a term for each slot that has a row:
@@ -143,11 +143,7 @@ impl Slots {
             .chunks(self.topk.max(1))
             .map(|rows| rows.iter().flatten().count() as f64);
         let counts = Tensor::from_vec(counts.collect(), (self.num_tokens(), 1), &Device::Cpu)?;
-        rounding.accumulated_f32(
-            &sum,
-            &terms.sqr()?.sum(1)?,
-            &counts.broadcast_as(sum.shape())?.contiguous()?,
-        )
+        rounding.accumulated_f32(&sum, &terms.sqr()?.sum(1)?, &spread(&counts, sum.shape())?)
     }
 }
 

@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::experts::moe_expand::Slots;
 use crate::named::Named;
 use crate::precision::Rounding;
-use crate::select::unless;
+use crate::select::{spread, unless};
 
 /// `out` `[num_tokens, hidden_size]`, stored in the type of `y`, of these inputs:
 ///
@@ -58,7 +58,7 @@ pub fn forward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
 pub fn backward(inputs: &Named, rounding: &mut Rounding) -> Result<Named> {
     let slots = Slots::new(inputs)?;
     let rows = slots.rows_of_slots(inputs.tensor("y")?)?;
-    let dout = inputs.tensor("dout")?.unsqueeze(1)?.broadcast_as(rows.shape())?.contiguous()?;
+    let dout = spread(&inputs.tensor("dout")?.unsqueeze(1)?, rows.shape())?;
     let Some(weights) = weights(inputs, &slots)? else {
         return Ok(Named::new().with("dy", slots.slots_of_rows(&dout)?));
     };

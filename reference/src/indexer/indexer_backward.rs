@@ -26,7 +26,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::error::{Result, require, require_that, wrong_shape};
 use crate::indexer::ranking::{RankedKeys, Ranking, Sequences};
 use crate::precision::Rounding;
-use crate::select::{select, unless};
+use crate::select::{select, spread, unless};
 
 /// Inputs of the operator, widened to f64.
 #[derive(Debug, Clone)]
@@ -73,7 +73,7 @@ pub fn backward(inputs: &Inputs, rounding: &mut Rounding) -> Result<Gradients> {
     }
     let gathered = Gathered::new(inputs, [num_tokens, slots, num_keys])?;
     let d = rounding.matmul_f32(&inputs.q, &gathered.k.transpose(1, 2)?.contiguous()?)?;
-    let valid = gathered.valid.broadcast_as(d.shape())?.contiguous()?;
+    let valid = spread(&gathered.valid, d.shape())?;
     let upstream = select(&gathered.valid, &inputs.dlogits.unsqueeze(1)?, 0.0)?;
     let stops = d.le(0.0)?;
 
@@ -157,7 +157,7 @@ impl Gathered {
         let squares = || Ok((self.of_keys(&a.sqr()?, &inputs.q.sqr()?)? * (scale * scale))?);
         let Some(squares) = rounding.noise_scale(squares)? else { return rounding.f32(&sum) };
         let heads = Tensor::full(a.dim(1)? as f64, (self.rows.elem_count(), 1), &Device::Cpu)?;
-        let counts = self.added(&heads)?.broadcast_as(sum.shape())?.contiguous()?;
+        let counts = spread(&self.added(&heads)?, sum.shape())?;
         rounding.accumulated_f32(&sum, &squares, &counts)
     }
 

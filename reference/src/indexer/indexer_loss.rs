@@ -37,7 +37,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::error::{Result, require, require_that, wrong_shape};
 use crate::indexer::ranking::{RankedKeys, Ranking, Sequences};
 use crate::precision::Rounding;
-use crate::select::{select, unless};
+use crate::select::{select, spread, unless};
 
 /// The smallest logarithm of a probability in the clipped form.
 const CLIP_LOG_MIN: f64 = -100.0;
@@ -272,7 +272,7 @@ impl Rows {
             Teacher::Target(target) => select(&valid, target, 0.0)?,
             Teacher::Scores { scores, l1 } => {
                 let l1 = l1.unsqueeze(1)?;
-                let empty = l1.eq(0.0)?.broadcast_as(valid.shape())?.contiguous()?;
+                let empty = spread(&l1.eq(0.0)?, valid.shape())?;
                 let l1 = unless(&l1.eq(0.0)?, &l1, 1.0)?;
                 let share = select(&valid, scores, 0.0)?.broadcast_div(&l1)?;
                 let share = rounding.f32(&share)?;
