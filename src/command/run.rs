@@ -77,11 +77,11 @@ pub struct RunArguments {
     shard: Option<Shard>,
     /// Divide the sweep over N processes, on all GPUs of the machine, and join it again
     ///
-    /// A sweep of all operators on GPUs has up to four on each, one for four cores, where nothing
+    /// A sweep of all operators on GPUs has up to eight on each, one for two cores, where nothing
     /// else limits it. Oracles run on cores while kernels run.
     ///
-    /// Processes on one GPU share its memory: a case that needs much of it waits until that is
-    /// free.
+    /// They share the memory of the machine and of its GPUs: a case that needs much of it waits
+    /// until that is free.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), conflicts_with_all = ["shard", "time_budget"])]
     workers: Option<u32>,
     /// A report.json or records.jsonl whose costs balance shards or workers

@@ -1,10 +1,12 @@
-//! Turns of processes, or of threads with one device each, that share a GPU. A kernel that needs
-//! much of its memory waits until that much is free.
+//! Turns of processes, or of threads with one device each, that share the memory of a GPU and of
+//! the machine. A kernel that needs much of the first, and a case that needs much of the second,
+//! wait until that much is free.
 //!
-//! The memory is divided into places of [`PLACE`] bytes. Each place is a file, and the lock of the
-//! file is the right to the place. A process that waits for places also holds the lock of one more
-//! file, the queue, so it comes before all later ones. So no process waits for a place of another
-//! process that waits as well.
+//! A memory is divided into places of some GiB. Each place is a file, and the lock of the file is
+//! the right to the place. A process that waits for places also holds the lock of one more file,
+//! the queue, so it comes before all later ones. So no process waits for a place of another process
+//! that waits as well. A case has its places of the machine before its kernels ask for those of the
+//! GPU, so no two processes wait for each other's.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -15,11 +17,17 @@ use std::time::{Duration, Instant};
 /// The variable that names the folder of a GPU's places, the same for all processes on it.
 pub const TURNS: &str = "PARITY_TURNS";
 
-/// Bytes of a GPU's memory in one place.
-pub const PLACE: u64 = 4 << 30;
+/// The variable that names the folder of the places of the machine's memory.
+pub const MACHINE_TURNS: &str = "PARITY_MACHINE_TURNS";
 
-/// A kernel that needs no more memory than this takes it without a place. All processes may do so
-/// at the same time.
+/// Bytes of a GPU's memory in one place.
+const GPU_PLACE: u64 = 4 << 30;
+
+/// Bytes of the machine's memory in one place.
+const MACHINE_PLACE: u64 = 1 << 30;
+
+/// A kernel or a case that needs no more memory than this takes it without a place. All processes
+/// may do so at the same time.
 const UNASKED: u64 = 1 << 30;
 
 /// The file that is locked by the process that waits for places.
@@ -37,8 +45,20 @@ const WORTH_SAYING: Duration = Duration::from_millis(500);
 /// # Errors
 /// A folder or file that cannot be made.
 pub fn prepare(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
+    make_places(folder, bytes - bytes / 8, processes, GPU_PLACE)
+}
+
+/// Makes the folder for that many bytes of the machine's memory, as [`prepare`].
+///
+/// # Errors
+/// A folder or file that cannot be made.
+pub fn prepare_machine(folder: &Path, bytes: u64, processes: u64) -> io::Result<()> {
+    make_places(folder, bytes, processes, MACHINE_PLACE)
+}
+
+fn make_places(folder: &Path, bytes: u64, processes: u64, place: u64) -> io::Result<()> {
     std::fs::create_dir_all(folder)?;
-    let places = (bytes - bytes / 8).saturating_sub(processes.saturating_mul(UNASKED)) / PLACE;
+    let places = bytes.saturating_sub(processes.saturating_mul(UNASKED)) / place;
     File::create(folder.join(QUEUE))?;
     for place in 0..places.max(1) {
         File::create(place_of(folder, place))?;
@@ -60,7 +80,7 @@ fn place_of(folder: &Path, place: u64) -> PathBuf {
 }
 
 /// Places that are held until this is dropped.
-pub(super) struct Turn {
+pub(crate) struct Turn {
     _places: Vec<File>,
 }
 
@@ -71,20 +91,28 @@ pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
         .get()
         .cloned()
         .or_else(|| dsv4_runtime::process::variable(TURNS).map(PathBuf::from))?;
-    let room = room();
+    wait_in(&folder, room(), GPU_PLACE, "the GPU")
+}
+
+/// The places of the machine's memory for a case that takes `room` bytes, once they are free. `None`
+/// unless other processes share it and the case takes much.
+pub(crate) fn wait_on_machine(room: impl FnOnce() -> u64) -> Option<Turn> {
+    let folder = dsv4_runtime::process::variable(MACHINE_TURNS).map(PathBuf::from)?;
+    wait_in(&folder, room(), MACHINE_PLACE, "the machine")
+}
+
+fn wait_in(folder: &Path, room: u64, place: u64, of: &str) -> Option<Turn> {
     if room <= UNASKED {
         return None;
     }
     let begun = Instant::now();
     // Without a turn memory may run out, and that reports itself.
-    let turn = turn(&folder, room.div_ceil(PLACE))
+    let turn = turn(folder, room.div_ceil(place))
         .inspect_err(|error| tracing::warn!("{}: {error}", folder.display()));
-    if begun.elapsed() > WORTH_SAYING {
-        tracing::info!(
-            "waited {:.1} s for {} GiB of the GPU's memory",
-            begun.elapsed().as_secs_f64(),
-            room >> 30
-        );
+    let seconds = begun.elapsed();
+    if seconds > WORTH_SAYING {
+        let (seconds, room) = (seconds.as_secs_f64(), room >> 30);
+        tracing::info!("waited {seconds:.1} s for {room} GiB of the memory of {of}");
     }
     turn.ok()
 }
@@ -172,6 +200,17 @@ mod tests {
         drop(first);
         [large, small].into_iter().for_each(|waiter| waiter.join().unwrap());
         assert_eq!(order.iter().collect::<Vec<_>>(), [6, 1]);
+    }
+
+    #[test]
+    fn the_memory_of_a_machine_has_smaller_places_and_nothing_is_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        prepare_machine(dir.path(), 12 << 30, 2).unwrap();
+        assert_eq!(free_places(dir.path()), 10);
+        assert!(wait_in(dir.path(), 1 << 30, MACHINE_PLACE, "it").is_none());
+        let held = wait_in(dir.path(), (5 << 30) + 1, MACHINE_PLACE, "it");
+        assert_eq!(free_places(dir.path()), 4);
+        drop(held);
     }
 
     #[test]

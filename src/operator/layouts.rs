@@ -26,6 +26,10 @@ const HUGE: usize = 1 << 32;
 /// fill and read back than all its other cases.
 const MOST_WITH_GAPS: usize = 1 << 22;
 
+/// Huge steps of a tensor. A GPU maps memory for each of them, which takes a millisecond, in every
+/// run of a case.
+const MOST_HUGE_STEPS: usize = 1 << 8;
+
 /// Bytes that the tensors with huge steps take together in an edge case. A whole case, other
 /// tensors included, must fit a GPU ([`super::declared`]).
 const MOST_HUGE_BYTES: usize = 36 << 30;
@@ -333,7 +337,7 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
 }
 
 /// Strides of a place beyond [`HUGE`] elements. `None` where it has one entry, which needs no
-/// stride. The place is the outermost in memory where allowed. Inside another axis, the tensor
+/// stride, or more than [`MOST_HUGE_STEPS`]. The place is the outermost in memory where allowed. Inside another axis, the tensor
 /// would be larger by that axis's size.
 fn huge(
     spec: &TensorSpec,
@@ -348,7 +352,7 @@ fn huge(
         .map(|axis| axis.extent)
         .product::<usize>()
         .checked_sub(1)?;
-    if steps == 0 {
+    if !(1..MOST_HUGE_STEPS).contains(&steps) {
         return None;
     }
     let others = (0..spec.axes.len()).filter(|at| !stepping.contains(at));
@@ -383,8 +387,8 @@ fn all(specs: &Specs, whole_vectors: bool, choice: &dyn Fn(usize) -> Choice) -> 
 }
 
 /// Layouts at the start of every operator's sweep: gaps that are all different, odd gaps behind
-/// addresses off by one, axes in another order, and huge strides along each axis. Huge strides apply to as many tensors at a time
-/// as fit a GPU's memory.
+/// addresses off by one, axes in another order, and huge strides along each axis. Huge strides
+/// apply to as many tensors at a time as fit a GPU's memory.
 pub fn edge_cases(specs: &Specs) -> Vec<Layouts> {
     let mut found = vec![
         unlike_gaps(specs),
@@ -558,6 +562,15 @@ mod tests {
         }
         let found: Vec<_> = huge.iter().map(|(name, axis)| (name.as_str(), *axis)).collect();
         assert_eq!(found, [("indices", 0), ("lengths", 0), ("positions", 0), ("q", 0), ("q", 1)]);
+    }
+
+    #[test]
+    fn a_tensor_of_very_many_rows_has_no_huge_steps() {
+        let rows = |count| {
+            let spec = input("x", DType::F32, &[axis("num_rows", count), axis("width", 8)]).rows();
+            resolve_one(&spec, Choice::Huge(0), false).is_some()
+        };
+        assert_eq!([1, 2, 256, 257].map(rows), [false, true, true, false]);
     }
 
     #[test]

@@ -24,6 +24,7 @@ use crate::change::lot;
 use crate::judge::checks::{self, CheckOptions, Laws, Outcome};
 use crate::judge::order::findings;
 use crate::judge::runner::{Runner, Times};
+use crate::judge::turns;
 use crate::operator::{AnyOperator, PreparedCase, Profile};
 use crate::operators::registry;
 use crate::record::{CaseRecord, Check, CheckRecord, Origin, Skip, Verdict, words};
@@ -693,11 +694,19 @@ pub fn run_case(
     options: CheckOptions,
 ) -> CaseRecord {
     runner.begin(case);
+    let _room = turns::wait_on_machine(|| room_on_machine(case));
     let outcome = match registry::prepare(case) {
         Ok(prepared) => checks::run(&*prepared, runner, options),
         Err(error) => refused(&error),
     };
     record(case, origin, runner, options, outcome)
+}
+
+/// Bytes of the machine's memory that a case takes.
+fn room_on_machine(case: &Case) -> u64 {
+    let operator = registry::find(&case.operator);
+    let bytes = operator.and_then(|operator| operator.bytes(case));
+    u64::try_from(bytes.unwrap_or(0)).unwrap_or(u64::MAX)
 }
 
 /// Runs one case that was prepared, such as one with tensors of the caller's, and writes its record.

@@ -13,9 +13,8 @@
 //! merge of different plans is rejected.
 //!
 //! On one machine `parity run --workers N` does all of this with one command, over the available
-//! GPUs. GPU memory limits how many workers share a GPU. A tensor with huge strides takes memory
-//! for each row and may have a quarter of the free memory. The kernels of a case that needs much
-//! memory wait until others have released what they need ([`crate::judge::turns`]).
+//! GPUs. They share the memory of the machine and of the GPUs: a case that needs much of it waits until
+//! others have released it ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!

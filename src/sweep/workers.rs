@@ -12,17 +12,21 @@ use dsv4_runtime::process::{isolate, kill_group, this_program, variable};
 use dsv4_runtime::{BackendKind, cuda};
 
 use super::merge::Part;
-use crate::judge::turns::{self, TURNS};
+use crate::judge::turns::{self, MACHINE_TURNS, TURNS};
 use crate::operator::size;
 use crate::record::journal::{self, Shard};
 
 /// The environment variable that names the GPU of a process.
 const GPU: &str = "PARITY_CUDA_DEVICE";
 
-/// Cores that a worker's oracles keep busy.
-const CORES_OF_A_WORKER: usize = 4;
+/// Cores that a worker keeps busy: those of an oracle about half of the time, one while kernels run
+/// and while tensors go to the GPU and back.
+const CORES_OF_A_WORKER: usize = 2;
 /// The most workers that share the memory of a GPU without being asked for.
-const MOST_OF_A_GPU: u32 = 4;
+const MOST_OF_A_GPU: u32 = 8;
+
+/// The folder of the places of the machine's memory.
+const MACHINE: &str = "machine";
 
 /// How often the records are counted.
 const PACE: Duration = Duration::from_millis(500);
@@ -91,6 +95,9 @@ impl Workers {
         if gpus > 0 {
             divide_memory(request.workers, gpus, &folder)?;
         }
+        let (places, workers) = (folder.join(MACHINE), u64::from(request.workers));
+        turns::prepare_machine(&places, size::limit().number(), workers)
+            .with_context(|| format!("creating {}", places.display()))?;
         let count = request.workers;
         let shards = (0..count).map(|index| Shard { index, count });
         let running = shards.map(|shard| Worker::start(request, shard, gpus, &folder));
@@ -187,15 +194,17 @@ impl Worker {
         let dir = folder.join(shard.index.to_string());
         let mut command = this_program();
         command.args((request.arguments)(shard, &dir));
-        // All workers together have the memory of one process.
-        command.arg("--memory").arg((size::limit().number() / u64::from(shard.count)).to_string());
+        // All workers together have the memory of one process, and a case may have nearly all of it.
+        command.arg("--memory").arg(size::limit().number().to_string());
+        command.env(MACHINE_TURNS, folder.join(MACHINE));
         command.envs(request.environment.iter().map(|(name, value)| (name, value)));
         if gpus > 0 {
             let gpu = gpu_of(shard.index, gpus);
             command.env(TURNS, places_of(folder, &gpu)).env(GPU, gpu);
         }
-        // No more threads than cores: the threads of an oracle spin while they wait for each other.
-        command.env("RAYON_NUM_THREADS", (request.cores / shard.count as usize).max(1).to_string());
+        // Half of the workers run an oracle at a time.
+        let threads = (2 * request.cores / shard.count as usize).clamp(1, request.cores);
+        command.env("RAYON_NUM_THREADS", threads.to_string());
         isolate(&mut command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("starting worker {shard}"))?;
@@ -253,9 +262,9 @@ mod tests {
     use super::usual;
 
     #[test]
-    fn every_gpu_has_as_many_workers_as_cores_keep_busy_and_at_most_four() {
+    fn every_gpu_has_as_many_workers_as_cores_keep_busy_and_at_most_eight() {
         let of = |cores, gpus| usual(cores, gpus);
-        assert_eq!([of(2, 1), of(8, 1), of(16, 1), of(64, 1)], [1, 2, 4, 4]);
-        assert_eq!([of(32, 2), of(16, 8), of(128, 8)], [8, 8, 32]);
+        assert_eq!([of(2, 1), of(8, 1), of(16, 1), of(64, 1)], [1, 4, 8, 8]);
+        assert_eq!([of(32, 2), of(8, 8), of(128, 8)], [16, 8, 64]);
     }
 }

@@ -808,10 +808,11 @@ fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 #[test]
 fn the_help_names_every_environment_variable_that_is_read() {
     /// Variables between processes of this program, at build time, and of tests.
-    const OWN: [&str; 9] = [
+    const OWN: [&str; 10] = [
         "PARITY_WORKER",
         "PARITY_SUPERVISOR",
         "PARITY_TURNS",
+        "PARITY_MACHINE_TURNS",
         "PARITY_COMMIT",
         "PARITY_DIRTY",
         "PARITY_VERSION",
