@@ -463,13 +463,7 @@ impl Ran {
         checks: CheckOptions,
     ) -> Self {
         let start = Instant::now();
-        let cheap = runner.environment().backend != BackendKind::Emulator;
-        let checks = CheckOptions {
-            sequence: checks.sequence && (cheap || number.is_multiple_of(3)),
-            batches: checks.batches && (cheap || number % 3 == 1),
-            laws: if cheap { checks.laws } else { checks.laws.in_turn(number) },
-            ..checks
-        };
+        let checks = checks.in_a_sweep(runner.environment().backend, number);
         let record = run_case(case, origin, runner, checks);
         let bits = turn.asks_for(case).map(|first| Bits::of(first, runner));
         let record = CaseRecord { plan_number: Some(number), ..record };

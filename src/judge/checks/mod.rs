@@ -37,7 +37,7 @@ pub enum Laws {
     /// All.
     All,
     /// One in [`Laws::TURNS`], by the number of the case: consecutive cases check other ones. A sweep
-    /// on the emulator does so ([`crate::sweep::run_planned`]).
+    /// on the emulator does so ([`CheckOptions::in_a_sweep`]).
     InTurn(u64),
     /// None.
     None,
@@ -69,7 +69,7 @@ pub struct CheckOptions {
     /// seeds are 1 to this number. [`crate::operator::Profile::schedules`] is what a sweep uses.
     pub schedules: u32,
     /// Whether calls in sequence are checked. They launch everything three times, so a sweep on the
-    /// emulator checks every third case ([`crate::sweep::run_planned`]).
+    /// emulator checks every third case ([`Self::in_a_sweep`]).
     pub sequence: bool,
     /// Whether the rows of a case run in other batches. A sweep on the emulator does so for every
     /// third case.
@@ -100,6 +100,20 @@ impl CheckOptions {
             only_batches: false,
             only_beside: false,
             triangulate: true,
+        }
+    }
+
+    /// What a sweep on this backend checks of its case number `number`. Launches on the emulator cost
+    /// most, so there calls in sequence, rows in other batches and laws take turns.
+    pub fn in_a_sweep(self, backend: BackendKind, number: u64) -> Self {
+        if backend != BackendKind::Emulator {
+            return self;
+        }
+        Self {
+            sequence: self.sequence && number.is_multiple_of(Laws::TURNS),
+            batches: self.batches && number % Laws::TURNS == 1,
+            laws: self.laws.in_turn(number),
+            ..self
         }
     }
 
@@ -510,6 +524,30 @@ fn memory_checks(runner: &dyn Runner, run: &KernelRun, outcome: &mut Outcome) {
             if !outcome.checks.iter().any(is_it) {
                 outcome.verdict(check.clone(), &violation.buffer, buffers.max(1), Some(message));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn in_a_sweep_on_the_emulator_each_check_has_its_turn_and_on_a_gpu_all_are_made() {
+        let made = |backend, number| {
+            let checks = CheckOptions::of_kernels(0).in_a_sweep(backend, number);
+            (checks.sequence, checks.batches, checks.laws == Laws::All)
+        };
+        let on_emulator = [0, 1, 2, 3].map(|number| made(BackendKind::Emulator, number));
+        let [first, second, third, fourth] = on_emulator;
+        assert_eq!([first, second, third].map(|made| made.0), [true, false, false]);
+        assert_eq!([first, second, third].map(|made| made.1), [false, true, false]);
+        assert_eq!((fourth, first.2), (first, false));
+        assert_eq!(made(BackendKind::Cuda, 2), (true, true, true));
+        // Three consecutive cases check each law once.
+        let of = |number| Laws::All.in_turn(number);
+        for law in 0..5 {
+            assert_eq!((0..Laws::TURNS).filter(|&number| of(number).take(law)).count(), 1);
         }
     }
 }

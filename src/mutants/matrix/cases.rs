@@ -16,6 +16,8 @@ use crate::sweep::regressions::Regressions;
 /// A case, and its run on the unmutated kernels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KnownCase {
+    /// Its number among the operator's cases. A sweep's checks of a case depend on it.
+    pub number: u64,
     /// The case.
     pub case: Case,
     /// Its run on the unmutated kernels.
@@ -60,7 +62,11 @@ fn canonical(case: &Case) -> String {
 }
 
 /// Runs a case on the unmutated kernels.
-pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) -> KnownCase {
+pub fn know(
+    (number, case, origin): (u64, Case, Origin),
+    device: &Device,
+    options: CheckOptions,
+) -> KnownCase {
     // A separate device, so that the modules are those of this case.
     let device = device.with_tree(device.tree().clone());
     let record = sweep::run_case(&case, origin, &device, options);
@@ -71,6 +77,7 @@ pub fn know(case: Case, origin: Origin, device: &Device, options: CheckOptions) 
     };
     let modules = device.loaded_modules();
     KnownCase {
+        number,
         kernels: record.paths.iter().flat_map(words).collect(),
         modules: modules.into_iter().map(|(file, defines)| format!("{file} {defines:?}")).collect(),
         work: record.checks.iter().map(|check| check.compared).sum(),
@@ -125,7 +132,7 @@ mod tests {
             unsupported: None,
             skips: Vec::new(),
         };
-        KnownCase { case, record, kernels: set(kernels), modules: set(modules), work }
+        KnownCase { number, case, record, kernels: set(kernels), modules: set(modules), work }
     }
 
     #[test]

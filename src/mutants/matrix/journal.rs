@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 
 use super::cases::KnownCase;
 use super::trial::Trial;
-use crate::case::Case;
 use crate::record::{MutantRecord, journal};
 
 /// Name of the journal's file.
@@ -110,12 +109,12 @@ impl Journal {
         Ok(self.known.get(&self.digest(trial)?).cloned())
     }
 
-    /// A case with so many schedules as an earlier run knew it.
+    /// A case as an earlier run knew it. The key is the case, and what its run depends on.
     ///
     /// # Errors
     /// A case that cannot be written as JSON.
-    pub fn known_case(&self, case: &Case, schedules: u32) -> Result<Option<KnownCase>> {
-        Ok(self.known_cases.get(&self.digest(&(case, schedules))?).cloned())
+    pub fn known_case(&self, key: &impl Serialize) -> Result<Option<KnownCase>> {
+        Ok(self.known_cases.get(&self.digest(key)?).cloned())
     }
 
     /// Appends the result of a trial, in one write.
@@ -131,8 +130,8 @@ impl Journal {
     ///
     /// # Errors
     /// The file system's.
-    pub fn append_case(&mut self, known: &KnownCase, schedules: u32) -> Result<()> {
-        let (case, known) = (self.digest(&(&known.case, schedules))?, Box::new(known.clone()));
+    pub fn append_case(&mut self, key: &impl Serialize, known: &KnownCase) -> Result<()> {
+        let (case, known) = (self.digest(key)?, Box::new(known.clone()));
         self.write(&Line::Case { case, known })
     }
 

@@ -6,7 +6,7 @@ use dsv4_runtime::{BackendKind, Environment, SourceTree};
 
 use super::cases::{self, KnownCase};
 use super::equivalent::{EquivalentError, Equivalents};
-use super::trial::{Subject, unjudged};
+use super::trial::{NumberedCase, Subject, unjudged};
 use crate::case::{Case, CaseError};
 use crate::mutants::generated::{self, Class, GeneratedMutant, MutationError};
 use crate::mutants::planted::Mutant;
@@ -134,8 +134,9 @@ pub fn plan(
         plan.skips.push(Skip { what, why, count: not_drawn as u64 });
     }
     plan.subjects.extend(drawn.into_iter().map(|mutant| {
-        let cases =
-            cases::order(known, &mutant.kernels).into_iter().map(|one| one.case.clone()).collect();
+        let numbered =
+            |one: &KnownCase| NumberedCase { number: one.number, case: one.case.clone() };
+        let cases = cases::order(known, &mutant.kernels).into_iter().map(numbered).collect();
         Subject::Generated(Box::new(mutant), cases)
     }));
     Ok(plan)

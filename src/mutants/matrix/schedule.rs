@@ -173,7 +173,7 @@ fn killed_by_launch(
     let (record, cases) = match subject {
         Subject::Planted(mutant) => (mutant.unjudged(tree), Vec::new()),
         Subject::Generated(mutant, cases) => {
-            (unjudged(mutant), cases.iter().map(|case| case.line()).collect())
+            (unjudged(mutant), cases.iter().map(|one| one.case.line()).collect())
         }
     };
     let killing_case = cases_run.checked_sub(1).and_then(|last| cases.get(last as usize).cloned());

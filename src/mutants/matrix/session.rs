@@ -13,9 +13,8 @@ use super::equivalent::Equivalents;
 use super::journal::Journal;
 use super::plan::{self, Choice, Plan};
 use super::schedule::{self, Fates, Schedule};
-use super::trial::{Subject, Trial};
+use super::trial::{Subject, Trial, checks_of};
 use crate::case::Case;
-use crate::judge::checks::CheckOptions;
 use crate::mutants::generated::{GeneratedMutant, further_files};
 use crate::mutants::planted::{self, Mutant};
 use crate::operator::AnyOperator;
@@ -157,7 +156,7 @@ impl Session {
         let generated = plan::generate(device.tree(), &names, &equivalents)?;
         refuse_unknown_ids(&options.only, &planted, &others, &generated)?;
         let cases = cases_of(&options, &device, &planted, &generated)?;
-        let checks = CheckOptions::of_kernels(schedules(&options, &device));
+        let checks = (schedules(&options, &device), options.wants_all_checks());
         let mut journal = journal(&device)?;
         let known = know_cases(cases, checks, (&device, devices, open), journal.as_mut(), shown)?;
         let mut plans = Vec::new();
@@ -194,7 +193,7 @@ impl Session {
         let trial = |subject: &Subject| Trial {
             subject: subject.clone(),
             schedules: schedules(&self.options, &self.device),
-            all_checks: self.options.all_checks || !self.options.only.is_empty(),
+            all_checks: self.options.wants_all_checks(),
         };
         let is_planted = |subject: &&Subject| matches!(subject, Subject::Planted(_));
         let planted = self.plans.iter().flat_map(|plan| plan.subjects.iter().filter(is_planted));
@@ -370,6 +369,13 @@ fn schedules(options: &Options, device: &Device) -> u32 {
     if device.environment().backend == BackendKind::Cuda { 0 } else { options.schedules }
 }
 
+impl Options {
+    /// Whether each mutant meets all checks, not those of a sweep, until all that see it are known.
+    fn wants_all_checks(&self) -> bool {
+        self.all_checks || !self.only.is_empty()
+    }
+}
+
 /// The cases of each operator.
 type CasesOf = Vec<Vec<(Case, Origin)>>;
 
@@ -402,7 +408,7 @@ fn cases_of(
 /// few of them need one module at the same time.
 fn know_cases(
     cases: CasesOf,
-    checks: CheckOptions,
+    (schedules, all_checks): (u32, bool),
     (first, devices, open): (&Device, usize, &Open<'_>),
     journal: Option<&mut Journal>,
     shown: &dyn Shown,
@@ -422,13 +428,15 @@ fn know_cases(
         let (of, at) = in_turn[number];
         let (case, origin) = cases[of][at].clone();
         let journal = || journal.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = journal().as_ref().map(|all| all.known_case(&case, checks.schedules));
+        let checks = checks_of(schedules, all_checks, first, at as u64);
+        let key = (&case, at as u64, schedules, all_checks);
+        let before = journal().as_ref().map(|all| all.known_case(&key));
         let one = match before.transpose()?.flatten() {
             Some(known) => known,
             None => {
-                let one = cases::know(case, origin, device, checks);
+                let one = cases::know((at as u64, case.clone(), origin), device, checks);
                 if let Some(journal) = journal().as_mut() {
-                    journal.append_case(&one, checks.schedules)?;
+                    journal.append_case(&key, &one)?;
                 }
                 one
             }

@@ -22,8 +22,31 @@ pub struct Trial {
     pub subject: Subject,
     /// Random schedules of each case (emulator).
     pub schedules: u32,
-    /// Whether to continue after the first case that kills.
+    /// Whether to make all checks of each case, and to continue after the first case that kills.
+    /// Otherwise checks are those of a sweep.
     pub all_checks: bool,
+}
+
+/// A case, and its number among those of its operator.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NumberedCase {
+    /// The number, which a sweep's checks of a case depend on.
+    pub number: u64,
+    /// The case.
+    pub case: Case,
+}
+
+impl Trial {
+    /// The checks of the operator's case number `number`.
+    fn checks(&self, device: &Device, number: u64) -> CheckOptions {
+        checks_of(self.schedules, self.all_checks, device, number)
+    }
+}
+
+/// All checks of case number `number` that show whether kernels are right, or those of a sweep.
+pub fn checks_of(schedules: u32, all: bool, device: &Device, number: u64) -> CheckOptions {
+    let checks = CheckOptions::of_kernels(schedules);
+    if all { checks } else { checks.in_a_sweep(device.environment().backend, number) }
 }
 
 /// A mutant of either kind.
@@ -33,7 +56,7 @@ pub enum Subject {
     /// A planted mutant with its own cases.
     Planted(Box<Mutant>),
     /// A generated mutant with the cases that it runs, in this order.
-    Generated(Box<GeneratedMutant>, Vec<Case>),
+    Generated(Box<GeneratedMutant>, Vec<NumberedCase>),
 }
 
 impl Subject {
@@ -97,10 +120,10 @@ pub fn run(
                 .plant(device.tree())
                 .map_err(|e| refused(CaseError::Malformed(e.to_string())))?;
             let mutated = device.with_tree(planted);
-            let options = CheckOptions::of_kernels(trial.schedules);
             let mut record = unjudged(mutant);
             let mut killed_by = BTreeSet::new();
-            for case in cases {
+            for NumberedCase { number, case } in cases {
+                let options = trial.checks(device, *number);
                 alive(record.cases_run);
                 let prepared = registry::prepare(case).map_err(refused)?;
                 let outcome = checks::run(&*prepared, &mutated, options);
