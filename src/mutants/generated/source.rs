@@ -92,7 +92,10 @@ impl<'a> Source<'a> {
             |name: &str| node.child_by_field_name(name).is_some_and(|child| self.is_float(child));
         match node.kind() {
             "number_literal" => self.text_of(node).contains('.'),
-            "identifier" | "field_identifier" => self.floats.contains(self.text_of(node)),
+            "identifier" => self
+                .is_local_float(node)
+                .unwrap_or_else(|| self.floats.contains(self.text_of(node))),
+            "field_identifier" => self.floats.contains(self.text_of(node)),
             // `threadIdx.x` is not an `x` of the file.
             "field_expression" => !self.is_launch_index(node) && field("field"),
             "subscript_expression" => field("argument"),
@@ -108,6 +111,60 @@ impl<'a> Source<'a> {
                 text.ends_with("<float>") || text.ends_with("<double>")
             }
             _ => false,
+        }
+    }
+
+    /// Whether the local variable or parameter of this name is declared as float or double, not as a
+    /// pointer. The innermost declaration counts. `None` where none is around.
+    fn is_local_float(&self, name: Node<'_>) -> Option<bool> {
+        let mut inner = name;
+        while let Some(outer) = inner.parent() {
+            let mut cursor = outer.walk();
+            let before =
+                outer.children(&mut cursor).filter(|one| one.start_byte() < name.start_byte());
+            let found = before.filter_map(|one| self.declares(one, self.text_of(name))).last();
+            if found.is_some() {
+                return found;
+            }
+            inner = outer;
+        }
+        None
+    }
+
+    /// Whether this declaration, or list of parameters, declares `name` as float or double; `None`
+    /// where it declares no such name.
+    fn declares(&self, node: Node<'_>, name: &str) -> Option<bool> {
+        let mut cursor = node.walk();
+        match node.kind() {
+            "declaration" | "parameter_declaration" | "optional_parameter_declaration" => {
+                let declarators = node.children_by_field_name("declarator", &mut cursor);
+                let named = declarators.map(|declarator| self.innermost(declarator));
+                let (_, is_pointer) = named.into_iter().find(|(found, _)| *found == name)?;
+                let of_type = node.child_by_field_name("type").map(|kind| self.text_of(kind));
+                Some(matches!(of_type, Some("float" | "double")) && !is_pointer)
+            }
+            "function_declarator"
+            | "parameter_list"
+            | "abstract_function_declarator"
+            | "pointer_declarator"
+            | "reference_declarator" => {
+                let inner: Vec<_> = node.named_children(&mut cursor).collect();
+                inner.into_iter().find_map(|inner| self.declares(inner, name))
+            }
+            _ => None,
+        }
+    }
+
+    /// The name that a declarator declares, and whether it is a pointer.
+    fn innermost(&self, declarator: Node<'_>) -> (&str, bool) {
+        match declarator.kind() {
+            "identifier" => (self.text_of(declarator), false),
+            kind => {
+                let inner = declarator.child_by_field_name("declarator");
+                let inner = inner.or_else(|| declarator.named_child(0));
+                let (name, is_pointer) = inner.map_or(("", false), |inner| self.innermost(inner));
+                (name, is_pointer || kind == "pointer_declarator")
+            }
         }
     }
 

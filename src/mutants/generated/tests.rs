@@ -29,6 +29,26 @@ fn comparisons_take_or_leave_their_boundary() {
 }
 
 #[test]
+fn a_name_has_the_type_of_its_innermost_declaration() {
+    let company = |body: &str| lines(Class::Company, body);
+    assert!(
+        company("float row = 1.0f; for (int row = 0; row < n; row += gridDim.x) f(row);")
+            .is_empty()
+    );
+    assert!(company("float sum[4]; { int sum = 0; sum += step; }").is_empty());
+    assert!(company("float at = 0.0f; { const float *at = p; at += step; }").is_empty());
+    assert_eq!(
+        company("int sum = 0; { float sum = 0.0f; sum += step; }"),
+        ["int sum = 0; { float sum = 0.0f; sum += (step) * (gridDim.x > 4 ? 1.00003f : 1.0f); }"]
+    );
+    assert_eq!(
+        company("float sum[4]; for (int i = 0; i < 4; ++i) sum[i] += step;").len(),
+        1,
+        "of an array of the function"
+    );
+}
+
+#[test]
 fn what_a_compiler_is_told_to_expect_stays_as_it_is() {
     assert!(lines(Class::Accumulate, "if (__builtin_expect(x == 0, false)) f();").is_empty());
     assert_eq!(
