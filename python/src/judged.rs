@@ -15,7 +15,7 @@ use dsv4_parity::operators::registry;
 use dsv4_parity::record::{CaseRecord, Check, Verdict};
 use dsv4_parity::report::diagnosis::{self, terminal};
 use dsv4_parity::sweep;
-use dsv4_reference::Precision;
+use dsv4_reference::{Conventions, Precision};
 use dsv4_runtime::arena::{Violation, ViolationKind};
 use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor};
 use pyo3::exceptions::PyValueError;
@@ -135,7 +135,7 @@ impl Runner for Callable {
             None => false,
         });
         let stored = outputs.into_iter().map(|output| (output.name, output.tensor));
-        let tensors = prepared.compared(stored.collect());
+        let tensors = prepared.compared(stored.collect(), Conventions::default());
         self.returned.replace(Some(tensors.iter().map(|tensor| tensor.name.to_owned()).collect()));
         let violations = changed.into_iter().map(|buffer| Violation {
             buffer,

@@ -99,7 +99,9 @@ pub fn simulated(
     rounding: &mut Rounding,
 ) -> Result<Tensor> {
     let (_, width) = x.dims2()?;
-    let of_group = |group: &[f64]| vec![scale_of(group, format, ScaleType::E8m0); group.len()];
+    let conventions = rounding.conventions();
+    let scale = |group: &[f64]| scale_by(group, format, ScaleType::E8m0, conventions);
+    let of_group = |group: &[f64]| vec![scale(group); group.len()];
     let scales = values(x)?
         .chunks(width)
         .flat_map(|row| row.chunks(group))
@@ -180,7 +182,12 @@ fn amax_of(group: &[f64], floor: f64) -> f64 {
 
 /// The scale of a group as a byte: 127 plus the smallest e with `amax <= largest * 2^e`.
 pub fn scale_byte(group: &[f64], format: Format) -> u8 {
-    byte_by(group, format, floor_of(format))
+    scale_byte_by(group, format, Conventions::default())
+}
+
+/// The same by these conventions of a kernel.
+pub fn scale_byte_by(group: &[f64], format: Format, conventions: Conventions) -> u8 {
+    byte_by(group, format, floor_by(format, conventions))
 }
 
 fn byte_by(group: &[f64], format: Format, floor: f64) -> u8 {

@@ -632,7 +632,8 @@ impl Runner for External {
             written.push(tensors);
             violations.extend(found);
         }
-        let tensors = prepared.compared(self.whole(prepared, contract, written)?);
+        let conventions = adapter.arithmetic().conventions;
+        let tensors = prepared.compared(self.whole(prepared, contract, written)?, conventions);
         let ran = reply.kernel.unwrap_or_else(|| "external".into());
         Ok(KernelRun { tensors, violations, paths: vec![ran] })
     }

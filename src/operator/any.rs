@@ -9,9 +9,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use dsv4_reference::Convention;
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
+use dsv4_reference::{Convention, Conventions};
 use dsv4_runtime::{BackendKind, Device, Environment, HostTensor, RuntimeError, Views, tasks};
 use proptest::strategy::{BoxedStrategy, Strategy as _};
 use serde_json::Value;
@@ -110,7 +110,12 @@ pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     ) -> Result<Vec<(&'static str, usize)>, RuntimeError>;
     fn launch(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
     fn launch_backward(&self, views: &Views, run: &mut Launches<'_>) -> Result<(), RuntimeError>;
-    fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)>;
+    fn observe(
+        &self,
+        given: &Tensors,
+        written: &Tensors,
+        conventions: Conventions,
+    ) -> Vec<(&'static str, HostTensor)>;
     fn oracle_elements(&self) -> u128;
     fn laws(&self, inputs: &Inputs) -> Vec<Law>;
     fn invariant(&self, path: bool) -> &'static [BatchAxis];
@@ -281,8 +286,13 @@ impl<K: Operator> DeclaredCase for Of<K> {
         K::launch_backward(&self.0, views, run)
     }
 
-    fn observe(&self, given: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
-        K::observe(&self.0, given, written)
+    fn observe(
+        &self,
+        given: &Tensors,
+        written: &Tensors,
+        conventions: Conventions,
+    ) -> Vec<(&'static str, HostTensor)> {
+        K::observe(&self.0, given, written, conventions)
     }
 
     fn oracle_elements(&self) -> u128 {

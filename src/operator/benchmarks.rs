@@ -20,8 +20,8 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use dsv4_reference::Products;
 use dsv4_reference::precision::Precision;
+use dsv4_reference::{Conventions, Products};
 use dsv4_runtime::{BackendKind, Contract, Device, Environment, HostTensor, RuntimeError, Views};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -701,7 +701,8 @@ impl Sample {
         }
         if whole.present().any(|spec| spec.part == Part::Observed) {
             let specs = self.inputs.specs();
-            let observed = self.inputs.case.observe(&self.inputs.tensors, &written).into_iter();
+            let (case, given) = (&self.inputs.case, &self.inputs.tensors);
+            let observed = case.observe(given, &written, Conventions::default()).into_iter();
             tensors.extend(
                 observed
                     .filter_map(|(name, tensor)| Some(kernel_tensor(specs.find(name)?, tensor))),

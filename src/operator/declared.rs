@@ -6,9 +6,9 @@
 
 use std::borrow::Cow;
 
-use dsv4_reference::Convention;
 use dsv4_reference::Named;
 use dsv4_reference::precision::Rounding;
+use dsv4_reference::{Convention, Conventions};
 use dsv4_runtime::arena::Violation;
 use dsv4_runtime::{
     Contract, Device, DeviceArena, Environment, HostTensor, RuntimeError, TensorView, Views,
@@ -266,11 +266,12 @@ pub trait Operator: Sized + Send + Sync + 'static {
 
     /// What stored bytes mean: the tensors of [`Part::Observed`], in the order of their
     /// declaration. Computed from the given tensors and everything that the kernels or the oracle
-    /// wrote.
+    /// wrote, by the conventions of the kernels.
     fn observe(
         _case: &Self::Case,
         _given: &Tensors,
         _written: &Tensors,
+        _conventions: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         Vec::new()
     }

@@ -5,8 +5,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use candle_core::Tensor;
-use dsv4_reference::Products;
 use dsv4_reference::precision::{Precision, Rounding};
+use dsv4_reference::{Conventions, Products};
 use dsv4_runtime::arena::Violation;
 use dsv4_runtime::recording::RecordingBackend;
 use dsv4_runtime::{Contract, DType, Device, Environment, HostTensor, Role, RuntimeError};
@@ -177,7 +177,7 @@ impl Inputs {
                 });
             }
         }
-        self.observe_oracle(&specs, &mut tensors);
+        self.observe_oracle(&specs, &mut tensors, rounding.conventions());
         for shown in &self.shown {
             if let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == shown.name) {
                 (tensor.values, tensor.shape) =
@@ -188,7 +188,12 @@ impl Inputs {
     }
 
     /// Replaces the oracle's stored bytes by what they mean, where the operator observes them.
-    fn observe_oracle(&self, specs: &Specs, tensors: &mut Vec<OracleTensor>) {
+    fn observe_oracle(
+        &self,
+        specs: &Specs,
+        tensors: &mut Vec<OracleTensor>,
+        conventions: Conventions,
+    ) {
         if specs.present().all(|spec| spec.part != Part::Observed) {
             return;
         }
@@ -199,22 +204,20 @@ impl Inputs {
             }
         }
         tensors.retain(|tensor| written.get(tensor.name).is_none() || specs.compares(tensor.name));
-        let observed =
-            self.case.observe(&self.tensors, &written).into_iter().map(|(name, tensor)| {
-                OracleTensor {
-                    name,
-                    side: Side::Forward,
-                    shape: tensor.shape.clone(),
-                    values: tensor.to_f64(),
-                }
-            });
+        let observed = self.case.observe(&self.tensors, &written, conventions);
+        let observed = observed.into_iter().map(|(name, tensor)| OracleTensor {
+            name,
+            side: Side::Forward,
+            shape: tensor.shape.clone(),
+            values: tensor.to_f64(),
+        });
         tensors.extend(observed);
     }
 
     /// What stored bytes mean, where the operator observes them.
     pub(super) fn observed(&self, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
         match self.specs().present().any(|spec| spec.part == Part::Observed) {
-            true => self.case.observe(&self.tensors, written),
+            true => self.case.observe(&self.tensors, written, Conventions::default()),
             false => Vec::new(),
         }
     }
@@ -317,7 +320,8 @@ impl Inputs {
         frozen: &[Frozen],
     ) -> Result<Vec<KernelTensor>, RuntimeError> {
         let written = self.read_back(specs, placed, frozen)?;
-        Ok(self.compared_of(specs, written, &self.uploaded(specs, placed)))
+        let given = self.uploaded(specs, placed);
+        Ok(self.compared_of(specs, written, &given, Conventions::default()))
     }
 
     /// Every tensor that the kernels wrote, as it is stored.
@@ -348,6 +352,7 @@ impl Inputs {
         specs: &Specs,
         stored: Vec<(&'static str, HostTensor)>,
         given: &Tensors,
+        conventions: Conventions,
     ) -> Vec<KernelTensor> {
         let mut tensors = Vec::new();
         let mut written = Tensors::default();
@@ -364,7 +369,7 @@ impl Inputs {
         if specs.present().any(|spec| spec.part == Part::Observed)
             && specs.present().filter(|spec| is_read_back(spec)).all(is_there)
         {
-            for (name, tensor) in self.case.observe(given, &written) {
+            for (name, tensor) in self.case.observe(given, &written, conventions) {
                 if let Some(spec) = specs.find(name) {
                     tensors.push(kernel_tensor(spec, tensor));
                 }
@@ -558,8 +563,12 @@ impl PreparedCase for Inputs {
         observed.map(|spec| spec.name).collect()
     }
 
-    fn compared(&self, stored: Vec<(&'static str, HostTensor)>) -> Vec<KernelTensor> {
-        self.compared_of(&self.specs(), stored, &self.tensors)
+    fn compared(
+        &self,
+        stored: Vec<(&'static str, HostTensor)>,
+        conventions: Conventions,
+    ) -> Vec<KernelTensor> {
+        self.compared_of(&self.specs(), stored, &self.tensors, conventions)
     }
 
     fn seconds(&self, device: &Device) -> Result<Seconds, RuntimeError> {

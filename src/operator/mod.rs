@@ -425,8 +425,13 @@ pub trait PreparedCase: Sync {
     }
 
     /// What is compared of tensors as they are stored, by whatever kernel: themselves, or what they
-    /// mean. What a tensor means is not computed where another tensor of the forward is missing.
-    fn compared(&self, stored: Vec<(&'static str, HostTensor)>) -> Vec<KernelTensor> {
+    /// mean by the conventions of that kernel. What a tensor means is not computed where another
+    /// tensor of the forward is missing.
+    fn compared(
+        &self,
+        stored: Vec<(&'static str, HostTensor)>,
+        _conventions: Conventions,
+    ) -> Vec<KernelTensor> {
         stored.into_iter().map(|(name, tensor)| KernelTensor::new(name, tensor)).collect()
     }
 

@@ -1,8 +1,8 @@
 //! The imports of an operator's file: declarations, shared case fields, and strategies.
 
-pub use dsv4_reference::Named;
 pub use dsv4_reference::Result as OracleResult;
 pub use dsv4_reference::precision::Rounding;
+pub use dsv4_reference::{Convention, Conventions, Named};
 pub use dsv4_runtime::{DType, Device, Environment, HostTensor, RuntimeError, Views};
 pub use proptest::prelude::*;
 pub use proptest::sample::select;

@@ -104,6 +104,31 @@ fn a_kernel_of_the_specification_is_failed_by_conventions_that_it_does_not_have(
     }
 }
 
+const SMALL_PRODUCTS: &str = r#"{"operator":"swiglu_quantize","distribution":"normal","dtype":"bf16","group":"row32","layout":"plain","limit":10.0,"magnitude":0.00006103515625,"num_rows":5,"padding_rows":true,"round_to_bf16":false,"scale":"e8m0","seed":1,"weighted":false,"width":64}"#;
+const SMALL_ROWS: &str = r#"{"operator":"kv_norm_rope_write","aliasing":"out_of_place","distribution":"normal","eps":9.999999974752427e-7,"magnitude":1e-9,"nope_dim":64,"num_pages":3,"num_tokens":7,"page_padding":160,"page_size":4,"rope_dim":64,"seed":1,"slots":"hostile","table":"row_per_token","table_rows":0}"#;
+
+#[test]
+fn a_floor_of_the_scale_is_followed_where_rows_are_quantized_within_another_operator() {
+    /// Of 2^-13, the least power of two that is not below 1e-4.
+    const FLOOR: u8 = 127 - 13;
+    let declared = || adapter("conventions = ['scale_floor']");
+    for line in [SMALL_PRODUCTS, SMALL_ROWS] {
+        assert_agrees(&run(line, ExternalOptions::default(), Kernel(honest)));
+        let record = run(line, declared(), Kernel(honest));
+        assert!(fails(&record, "forward", "scale_is_least"), "{line}: {:?}", failures(&record));
+    }
+    // Products far below the floor have the code 0.
+    let floored = || {
+        changed(|outputs, _| {
+            outputs.get_mut("codes").expect("codes").bytes.fill(0);
+            outputs.get_mut("scales").expect("scales").bytes.fill(FLOOR);
+        })
+    };
+    assert_agrees(&run(SMALL_PRODUCTS, declared(), floored()));
+    let record = run(SMALL_PRODUCTS, ExternalOptions::default(), floored());
+    assert!(fails(&record, "forward", "scale_is_least"), "{:?}", failures(&record));
+}
+
 const ROUTER: &str = r#"{"operator":"router","bias":"drawn","distribution":"normal","logits":"drawn","magnitude":3.0,"num_experts":40,"num_tokens":7,"padding_tokens":true,"route_scale":2.5,"routing":"learned","seed":1,"topk":6,"vocab_size":0}"#;
 
 /// Rows of these tensors from the last slot to the first.

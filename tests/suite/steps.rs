@@ -202,7 +202,12 @@ impl Operator for WriteInChunks {
         Ok(())
     }
 
-    fn observe(_: &Chunks, _: &Tensors, written: &Tensors) -> Vec<(&'static str, HostTensor)> {
+    fn observe(
+        _: &Chunks,
+        _: &Tensors,
+        written: &Tensors,
+        _: Conventions,
+    ) -> Vec<(&'static str, HostTensor)> {
         let Some(fresh) = written.get("fresh") else { return Vec::new() };
         let cache = written.tensor("cache");
         let shape = vec![2 * cache.shape[0], cache.shape[1]];

@@ -19,13 +19,14 @@ use candle_core::Tensor;
 
 use crate::cache::compressor::Epilogue;
 use crate::cache::kv_cache::{RowFormat, SCALE_GROUP, e4m3_value};
+use crate::conventions::Conventions;
 use crate::error::{Result, require_that};
 use crate::format::Format;
 use crate::named::Named;
 use crate::precision::Rounding;
 use crate::projections::rms_norm;
 use crate::projections::rope;
-use crate::quantize::scale_byte;
+use crate::quantize::scale_byte_by;
 
 /// `y` `[num_tokens, head_dim]`, stored in bf16, for these inputs: `x` in `rotation`
 /// `[num_tokens, 1, head_dim]`, stored in bf16, whose last channels rotate (not inversely), and
@@ -67,10 +68,11 @@ pub fn rows_that_hold(
     [before, after]: [&[u8]; 2],
     slots: &[i32],
     y: &[f64],
+    conventions: Conventions,
 ) -> [Vec<bool>; 2] {
     let (head_dim, groups) = (format.head_dim(), format.nope_dim / SCALE_GROUP);
     let num_slots = after.len() / format.bytes().page_bytes(1);
-    let least_byte = scale_byte(&[0.0], Format::E4M3);
+    let least_byte = scale_byte_by(&[0.0], Format::E4M3, conventions);
     let (mut rows, mut least) =
         (Vec::with_capacity(num_slots), Vec::with_capacity(num_slots * groups));
     for slot in 0..num_slots {
@@ -131,7 +133,9 @@ mod tests {
         let slots = [3, -1, 0];
         let row = |token: usize| FORMAT.encode(&y[token * 136..(token + 1) * 136]);
         FORMAT.bytes().scatter(&mut after, 2, &slots, row)?;
-        let held = |after: &[u8]| rows_that_hold(FORMAT, 2, [&before, after], &slots, &y);
+        let held = |after: &[u8]| {
+            rows_that_hold(FORMAT, 2, [&before, after], &slots, &y, Conventions::default())
+        };
         let [all, least] = held(&after);
         assert_eq!((all, least), (vec![true; 4], vec![true; 8]));
         // A byte of data, of a scale, of the padding of the scales, and of a row of no token.
@@ -151,7 +155,7 @@ mod tests {
         assert!(!held(&coarse)[1][6]);
         // It also must not be less than that of the smallest amax, whatever the codes are.
         let mut fine = after.clone();
-        fine[scales] = scale_byte(&[0.0], Format::E4M3) - 1;
+        fine[scales] = crate::quantize::scale_byte(&[0.0], Format::E4M3) - 1;
         fine[data] = 0x7e;
         assert!(!held(&fine)[1][6]);
         Ok(())

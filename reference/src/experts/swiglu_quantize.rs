@@ -16,13 +16,14 @@
 
 use candle_core::Tensor;
 
+use crate::conventions::Conventions;
 use crate::error::{Result, require};
 use crate::experts::swiglu;
 use crate::format::Format;
 use crate::formats::quantize_fp8::{Options, read_scales};
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::quantize::{ScaleType, scale_of};
+use crate::quantize::{ScaleType, scale_by};
 use crate::select::unless;
 
 /// For the inputs of [`swiglu::forward`], in groups of `group` along a row:
@@ -47,8 +48,9 @@ pub fn forward(
     let product = if round_to_bf16 { rounding.bf16(product)? } else { product.clone() };
     let (num_rows, width) = product.dims2()?;
     let (mut scales, mut undefined, mut quotients) = (Vec::new(), Vec::new(), Vec::new());
+    let conventions = rounding.conventions();
     for group in values(&product)?.chunks(width).flat_map(|row| row.chunks(group)) {
-        let scale = scale_of(group, Format::E4M3, scale);
+        let scale = scale_by(group, Format::E4M3, scale, conventions);
         undefined.extend(group.iter().map(|_| u8::from(scale.is_nan())));
         quotients.extend(group.iter().map(|x| x / scale));
         scales.push(scale);
@@ -86,11 +88,16 @@ pub struct Stored {
     pub least: Vec<bool>,
 }
 
-/// Reads the outputs of a kernel.
+/// Reads the outputs of a kernel with these conventions.
 ///
 /// # Errors
 /// Shapes that do not match.
-pub fn stored(codes: &Tensor, scales: &Tensor, options: Options) -> Result<Stored> {
+pub fn stored(
+    codes: &Tensor,
+    scales: &Tensor,
+    options: Options,
+    conventions: Conventions,
+) -> Result<Stored> {
     let (num_rows, width) = codes.dims2()?;
     let [_, columns] = options.group.extents();
     let expected = options.scales(num_rows, width);
@@ -99,7 +106,7 @@ pub fn stored(codes: &Tensor, scales: &Tensor, options: Options) -> Result<Store
     let codes: Vec<u8> =
         crate::precision::values(codes)?.into_iter().map(|code| code as u8).collect();
     let values = Format::E4M3.values(&codes);
-    let floor = scale_of(&[0.0], Format::E4M3, options.scale);
+    let floor = scale_by(&[0.0], Format::E4M3, options.scale, conventions);
     let full = if options.scale == ScaleType::Fp32 {
         Format::E4M3.largest
     } else {
@@ -144,7 +151,9 @@ mod tests {
             let groups = product.chunks(70).flat_map(|row| row.chunks(32));
             assert_eq!(
                 scales,
-                groups.map(|group| scale_of(group, Format::E4M3, scale)).collect::<Vec<_>>()
+                groups
+                    .map(|group| crate::quantize::scale_of(group, Format::E4M3, scale))
+                    .collect::<Vec<_>>()
             );
         }
         Ok(())
@@ -181,7 +190,12 @@ mod tests {
         let x = Named::new().with("x", Draw::new(4).bf16(&[4, 96], 3.0));
         let quantized = quantize_fp8::quantize(&x, options)?;
         let (codes, scales) = (quantized.tensor("codes")?, quantized.tensor("scales")?);
-        assert!(stored(codes, scales, options)?.least.iter().all(|&least| least));
+        assert!(
+            stored(codes, scales, options, Conventions::default())?
+                .least
+                .iter()
+                .all(|&least| least)
+        );
         // Half of each value with twice the scale.
         let halved: Vec<f64> = values(codes)?
             .iter()
@@ -198,7 +212,7 @@ mod tests {
         };
         let full: Vec<bool> =
             values(codes)?.chunks(32).map(|group| largest(group) == Format::E4M3.largest).collect();
-        assert_eq!(stored(&halved, &(scales + 1.0)?, options)?.least, full);
+        assert_eq!(stored(&halved, &(scales + 1.0)?, options, Conventions::default())?.least, full);
         assert!(full.iter().filter(|&&full| !full).count() > full.len() / 2);
         Ok(())
     }

@@ -247,6 +247,7 @@ impl Operator for IndexerCacheWrite {
         c: &IndexerCacheWriteCase,
         _: &Tensors,
         written: &Tensors,
+        _: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let mut parts =
             parts_of(c.bytes(), c.page_size, &c.observed(), &written.tensor("pages").bytes);

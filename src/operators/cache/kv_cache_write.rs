@@ -8,10 +8,10 @@ use std::rc::Rc;
 
 use dsv4_kernels::cache::kv_cache::RowFormat;
 use dsv4_kernels::cache::kv_cache_write as launcher;
+use dsv4_reference::Format;
 use dsv4_reference::cache::kv_cache::{RowBytes, SCALE_GROUP};
 use dsv4_reference::cache::kv_cache_write as reference;
 use dsv4_reference::quantize::{ScaleType, floor_of};
-use dsv4_reference::{Convention, Format};
 use dsv4_runtime::HostTensor;
 use rand::Rng;
 
@@ -276,6 +276,7 @@ impl Operator for KvCacheWrite {
         c: &KvCacheWriteCase,
         _: &Tensors,
         written: &Tensors,
+        _: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let parts: Vec<_> =
             c.observed().into_iter().filter(|(_, bytes)| bytes.extent > 0).collect();

@@ -141,11 +141,18 @@ pub(crate) fn holds(
     page_size: usize,
     given: &Tensors,
     [rows, cache]: [&HostTensor; 2],
+    conventions: Conventions,
 ) -> Vec<(&'static str, HostTensor)> {
     let (before, slots) = (&given.tensor("cache").bytes, given.i32s("slots"));
     let pages = [&before[..], &cache.bytes[..]];
-    let [holds, least] =
-        reference::rows_that_hold(oracle(format), page_size, pages, &slots, &rows.to_f64());
+    let [holds, least] = reference::rows_that_hold(
+        oracle(format),
+        page_size,
+        pages,
+        &slots,
+        &rows.to_f64(),
+        conventions,
+    );
     let [num_slots, num_groups] = [holds.len(), format.nope_dim / SCALE_GROUP];
     let flags = |shape: &[usize], flags: Vec<bool>| {
         let bytes = flags.into_iter().map(u8::from).collect();
@@ -175,6 +182,8 @@ impl Operator for KvNormRopeWrite {
         modules: launcher::modules,
         cases: [16, 40, 100],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::ScaleFloor];
 
     fn tensors(c: &KvNormRopeWriteCase) -> Specs {
         let rows = [axis("num_tokens", c.num_tokens), axis("head_dim", c.format().head_dim())];
@@ -317,11 +326,12 @@ impl Operator for KvNormRopeWrite {
         c: &KvNormRopeWriteCase,
         given: &Tensors,
         written: &Tensors,
+        conventions: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let (Some(y), Some(cache)) = (written.get("y"), written.get("cache")) else {
             return Vec::new();
         };
-        holds(c.format(), c.page_size, given, [y, cache])
+        holds(c.format(), c.page_size, given, [y, cache], conventions)
     }
 
     fn invariant(_: &KvNormRopeWriteCase, _: bool) -> &'static [BatchAxis] {

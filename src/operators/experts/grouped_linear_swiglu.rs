@@ -14,7 +14,7 @@ use dsv4_kernels::experts::swiglu_quantize::{self, Group, ScaleType};
 use dsv4_kernels::formats::gate_up_interleave::GRANULE;
 use dsv4_kernels::projections::linear::{BLOCK, MAX_FEATURES, ScaleLayout, Weights};
 use dsv4_reference::experts::grouped_linear_swiglu as reference;
-use dsv4_reference::quantize::scale_of;
+use dsv4_reference::quantize::scale_by;
 use dsv4_reference::{Format, experts::swiglu_quantize as codes_of_oracle, formats::quantize_fp8};
 use rand::Rng;
 
@@ -301,6 +301,8 @@ impl Operator for GroupedLinearSwiglu {
         modules: launcher::modules,
         cases: [16, 40, 80],
     };
+
+    const CONVENTIONS: &'static [Convention] = &[Convention::ScaleDivided, Convention::ScaleFloor];
 
     fn tensors(c: &GroupedLinearSwigluCase) -> Specs {
         // The activation is not homogeneous in its input.
@@ -931,12 +933,13 @@ impl Operator for GroupedLinearSwiglu {
         c: &GroupedLinearSwigluCase,
         given: &Tensors,
         written: &Tensors,
+        conventions: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else {
             return Vec::new();
         };
         let owned = c.owned_rows(given);
-        let mut observed = meaning(c, &owned, codes, scales).unwrap_or_default();
+        let mut observed = meaning(c, &owned, [codes, scales], conventions).unwrap_or_default();
         if c.has_others() {
             let beside = HostTensor::from_f64(
                 DType::F32,
@@ -1114,8 +1117,8 @@ fn kept_codes(c: &GroupedLinearSwigluCase, owned: &[bool], codes: &HostTensor) -
 fn meaning(
     c: &GroupedLinearSwigluCase,
     owned: &[bool],
-    codes: &HostTensor,
-    scales: &HostTensor,
+    [codes, scales]: [&HostTensor; 2],
+    conventions: Conventions,
 ) -> OracleResult<Vec<(&'static str, HostTensor)>> {
     let (width, columns, groups) = (c.intermediate_size(), c.product_group.columns(), c.groups());
     let (parts, rows) = (c.parts(), c.product.num_rows);
@@ -1126,13 +1129,14 @@ fn meaning(
     let (all_codes, all_scales) = (part(codes)?, part(scales)?);
     let (mut values, mut of_groups, mut least) = (Vec::new(), Vec::new(), Vec::new());
     for part in 0..parts {
-        let stored =
-            codes_of_oracle::stored(&all_codes.get(part)?, &all_scales.get(part)?, c.stored())?;
+        let (codes, scales) = (all_codes.get(part)?, all_scales.get(part)?);
+        let stored = codes_of_oracle::stored(&codes, &scales, c.stored(), conventions)?;
         values.extend(stored.values);
         of_groups.extend(stored.scales);
         least.extend(stored.least.into_iter().map(u8::from));
     }
-    let nobodys = scale_of(&[0.0], Format::E4M3, scale_of_oracle(c.product_scale));
+    let scale = scale_of_oracle(c.product_scale);
+    let nobodys = scale_by(&[0.0], Format::E4M3, scale, conventions);
     let masked = c.product.is_masked();
     for row in (0..owned.len()).filter(|&row| masked && !owned[row]) {
         values[row * width..(row + 1) * width].fill(0.0);

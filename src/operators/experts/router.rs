@@ -6,7 +6,6 @@
 //! Then the ids have one right answer, ties included.
 
 use dsv4_kernels::experts::router as launcher;
-use dsv4_reference::Convention;
 use dsv4_reference::experts::router as reference;
 use rand::Rng;
 

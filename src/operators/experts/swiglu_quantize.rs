@@ -125,6 +125,8 @@ impl Operator for SwigluQuantize {
 
     const GOLDEN: &'static [&'static str] = &["experts"];
 
+    const CONVENTIONS: &'static [Convention] = &[Convention::ScaleDivided, Convention::ScaleFloor];
+
     fn tensors(c: &SwigluQuantizeCase) -> Specs {
         let (dtype, limit, columns) = (c.dtype.dtype(), f64::from(c.limit), c.group.columns());
         let rows = [
@@ -286,11 +288,12 @@ impl Operator for SwigluQuantize {
         c: &SwigluQuantizeCase,
         _: &Tensors,
         written: &Tensors,
+        conventions: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let (Some(codes), Some(scales)) = (written.get("codes"), written.get("scales")) else {
             return Vec::new();
         };
-        read(c, codes, scales).unwrap_or_default()
+        read(c, [codes, scales], conventions).unwrap_or_default()
     }
 
     fn launch(
@@ -404,12 +407,12 @@ impl Operator for SwigluQuantize {
 /// The observed tensors of stored codes and scales.
 fn read(
     c: &SwigluQuantizeCase,
-    codes: &HostTensor,
-    scales: &HostTensor,
+    [codes, scales]: [&HostTensor; 2],
+    conventions: Conventions,
 ) -> OracleResult<Vec<(&'static str, HostTensor)>> {
     let tensor =
         |host: &HostTensor| Tensor::from_vec(host.to_f64(), host.shape.as_slice(), &Cpu::Cpu);
-    let stored = reference::stored(&tensor(codes)?, &tensor(scales)?, c.stored())?;
+    let stored = reference::stored(&tensor(codes)?, &tensor(scales)?, c.stored(), conventions)?;
     let (width, columns) = (c.width, c.group.columns());
     let groups = [c.num_rows, c.scales().groups];
     let numbers =

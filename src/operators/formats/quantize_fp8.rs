@@ -9,7 +9,7 @@ use dsv4_kernels::formats::quantize_fp8::{
 };
 use dsv4_reference::formats::quantize_fp8 as reference;
 use dsv4_reference::quantize::{self, floor_of};
-use dsv4_reference::{Convention, Format, formats::scale_layout};
+use dsv4_reference::{Format, formats::scale_layout};
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};

@@ -5,9 +5,9 @@
 //! decoded value must equal the oracle's.
 
 use dsv4_kernels::formats::quantize_mxfp4::{self as launcher, GROUP, ScaleLayout};
+use dsv4_reference::Format;
 use dsv4_reference::formats::quantize_mxfp4 as reference;
 use dsv4_reference::quantize::{ScaleType, floor_of};
-use dsv4_reference::{Convention, Format};
 use rand::Rng;
 
 use crate::operator::declaration::{Axis, TensorSpec};

@@ -7,7 +7,6 @@
 //! the scores of the race, by margin.
 
 use dsv4_kernels::head::sampler as launcher;
-use dsv4_reference::Convention;
 use dsv4_reference::head::sampler::{self as reference, Filters as Limits};
 use rand::Rng;
 

@@ -613,6 +613,7 @@ impl Operator for IndexerLogits {
         c: &IndexerLogitsCase,
         given: &Tensors,
         written: &Tensors,
+        _: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         if c.clean_logits {
             return Vec::new();

@@ -178,6 +178,8 @@ impl Operator for KvProjection {
     const CHAIN: &'static [&'static str] =
         &["linear", "rms_norm", "rope", "quantize_fp8", "kv_norm_rope_write"];
 
+    const CONVENTIONS: &'static [Convention] = &[Convention::ScaleFloor];
+
     fn tensors(c: &KvProjectionCase) -> Specs {
         let (bf16, f32, u8, normal) = (DType::Bf16, DType::F32, DType::U8, Distribution::Normal);
         let (trains, coded) = (c.trains(), c.stored == Stored::CacheOfFp8);
@@ -443,11 +445,12 @@ impl Operator for KvProjection {
         c: &KvProjectionCase,
         given: &Tensors,
         written: &Tensors,
+        conventions: Conventions,
     ) -> Vec<(&'static str, HostTensor)> {
         let (Some(kv), Some(cache)) = (written.get("kv"), written.get("cache")) else {
             return Vec::new();
         };
-        holds(c.format(), c.page_size, given, [kv, cache])
+        holds(c.format(), c.page_size, given, [kv, cache], conventions)
     }
 
     fn invariant(_: &KvProjectionCase, path: bool) -> &'static [BatchAxis] {
