@@ -808,19 +808,22 @@ impl Rounding {
         let wider = accumulator.unit_roundoff() / Accumulator::F32.unit_roundoff();
         let wider =
             if accumulator.block_terms > 1 { wider } else { wider * std::f64::consts::SQRT_2 };
+        let ideal = is_ideal.then(|| {
+            let mut rounded = sums.clone();
+            Format::F32.round_all(&mut rounded);
+            rounded
+        });
         let mut from = 0;
         for same in counts.chunk_by(|n, next| n == next) {
             let range = from..from + same.len();
             from = range.end;
             let error = AccumulationError::of(same[0], lanes);
-            let (sums, squares) = (&mut sums[range.clone()], &squares[range]);
+            let (sums, squares) = (&mut sums[range.clone()], &squares[range.clone()]);
             // An overflowing or NaN sum stays as it is; noise would turn an infinity into NaN.
             let errs = |sigma: f64| sigma > 0.0 && sigma.is_finite();
-            if is_ideal {
-                let mut rounded = sums.to_vec();
-                Format::F32.round_all(&mut rounded);
-                for ((s, q), rounded) in sums.iter_mut().zip(squares).zip(rounded) {
-                    *s = if errs(error.sigma(*s, *q)) { rounded } else { *s };
+            if let Some(rounded) = &ideal {
+                for ((s, q), rounded) in sums.iter_mut().zip(squares).zip(&rounded[range]) {
+                    *s = if errs(error.sigma(*s, *q)) { *rounded } else { *s };
                 }
                 continue;
             }

@@ -180,13 +180,9 @@ fn amax_of(group: &[f64], floor: f64) -> f64 {
     group.iter().fold(floor, |amax, x| amax.max(x.abs()))
 }
 
-/// The scale of a group as a byte: 127 plus the smallest e with `amax <= largest * 2^e`.
-pub fn scale_byte(group: &[f64], format: Format) -> u8 {
-    scale_byte_by(group, format, Conventions::default())
-}
-
-/// The same by these conventions of a kernel.
-pub fn scale_byte_by(group: &[f64], format: Format, conventions: Conventions) -> u8 {
+/// The scale of a group as a byte, by these conventions of a kernel: 127 plus the smallest e with
+/// `amax <= largest * 2^e`.
+pub fn scale_byte(group: &[f64], format: Format, conventions: Conventions) -> u8 {
     byte_by(group, format, floor_by(format, conventions))
 }
 
@@ -263,7 +259,7 @@ mod tests {
             let amax = f64::from(f32::from_bits(bits << 16));
             for format in [Format::E2M1, Format::E4M3] {
                 assert_eq!(
-                    scale_byte(&[0.0, -amax], format),
+                    scale_byte(&[0.0, -amax], format, Conventions::default()),
                     from_bits(amax, format),
                     "{amax} {format}"
                 );
@@ -279,7 +275,11 @@ mod tests {
             let bits = ((format.largest * 2f64.powi(exponent)) as f32).to_bits();
             for bits in bits - 4..=bits + 4 {
                 let amax = f64::from(f32::from_bits(bits));
-                assert_eq!(scale_byte(&[amax], format), from_bits(amax, format), "{amax} {format}");
+                assert_eq!(
+                    scale_byte(&[amax], format, Conventions::default()),
+                    from_bits(amax, format),
+                    "{amax} {format}"
+                );
             }
         }
     }

@@ -66,7 +66,7 @@ pub struct MutantsArguments {
     /// Least share of each operator's generated mutants that must be killed
     #[arg(long, default_value_t = 0.95, value_name = "RATE")]
     floor: f64,
-    /// Make all checks, and run each mutant on all its cases, not only up to the first that kills it
+    /// Make all checks, on all cases of a mutant, not only up to the first that kills it
     #[arg(long)]
     all_checks: bool,
     /// Random schedules to run each case under on the emulator

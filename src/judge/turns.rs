@@ -94,8 +94,8 @@ pub(super) fn wait(room: impl FnOnce() -> u64) -> Option<Turn> {
     wait_in(&folder, room(), GPU_PLACE, "the GPU")
 }
 
-/// The places of the machine's memory for a case that takes `room` bytes, once they are free. `None`
-/// unless other processes share it and the case takes much.
+/// The places of the machine's memory for a case that takes `room` bytes, once they are free.
+/// `None` unless other processes share it and the case takes much.
 pub(crate) fn wait_on_machine(room: impl FnOnce() -> u64) -> Option<Turn> {
     let folder = dsv4_runtime::process::variable(MACHINE_TURNS).map(PathBuf::from)?;
     wait_in(&folder, room(), MACHINE_PLACE, "the machine")

@@ -1,6 +1,7 @@
 //! Fields that many operators' cases share, their strategies, and tensors of the oracles.
 
 use candle_core::{Device as Cpu, Tensor};
+pub(crate) use dsv4_reference::precision::elements;
 use dsv4_runtime::{DType, Environment, HostTensor};
 use proptest::prelude::*;
 use proptest::strategy::BoxedStrategy;
@@ -120,11 +121,6 @@ pub(crate) fn tensor(values: Vec<f64>, shape: &[usize]) -> Result<Tensor, candle
 /// A host tensor as the oracle sees it: widened.
 pub(crate) fn widened(host: &HostTensor) -> Result<Tensor, candle_core::Error> {
     tensor(host.to_f64(), &host.shape)
-}
-
-/// A candle tensor's elements, row-major.
-pub(crate) fn elements(tensor: &Tensor) -> Result<Vec<f64>, candle_core::Error> {
-    dsv4_reference::precision::elements(tensor)
 }
 
 /// Which kernels run.

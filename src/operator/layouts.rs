@@ -337,8 +337,8 @@ fn resolve_one(spec: &TensorSpec, choice: Choice, whole_vectors: bool) -> Option
 }
 
 /// Strides of a place beyond [`HUGE`] elements. `None` where it has one entry, which needs no
-/// stride, or more than [`MOST_HUGE_STEPS`]. The place is the outermost in memory where allowed. Inside another axis, the tensor
-/// would be larger by that axis's size.
+/// stride, or more than [`MOST_HUGE_STEPS`]. The place is the outermost in memory where allowed.
+/// Inside another axis, the tensor would be larger by that axis's size.
 fn huge(
     spec: &TensorSpec,
     places: &Places,

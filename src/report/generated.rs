@@ -51,7 +51,7 @@ fn head(reports: &[Report]) -> String {
     }
     machines.concat()
         + "# drawn: evenly from the classes of those that are not listed. The rate is of those drawn that were killed or survived.\n\
-           # checks: those of a sweep on the emulator, where laws, calls in sequence and other batches take turns.\n\
+           # checks: those of a sweep (on the emulator laws, calls in sequence and other batches take turns), or all by --all-checks.\n\
            # same code: the compiler makes the same assembly of them, in every module of the operator. listed: in equivalent.toml,\n\
            # each with a reason, of all that are generated; they are not drawn.\n"
 }

@@ -13,8 +13,8 @@
 //! merge of different plans is rejected.
 //!
 //! On one machine `parity run --workers N` does all of this with one command, over the available
-//! GPUs. They share the memory of the machine and of the GPUs: a case that needs much of it waits until
-//! others have released it ([`crate::judge::turns`]).
+//! GPUs. They share the memory of the machine and of the GPUs: a case that needs much of it waits
+//! until others have released it ([`crate::judge::turns`]).
 //!
 //! # On a Slurm cluster
 //!

@@ -194,7 +194,7 @@ impl Worker {
         let dir = folder.join(shard.index.to_string());
         let mut command = this_program();
         command.args((request.arguments)(shard, &dir));
-        // All workers together have the memory of one process, and a case may have nearly all of it.
+        // All workers together have the memory of one process; a case may have nearly all of it.
         command.arg("--memory").arg(size::limit().number().to_string());
         command.env(MACHINE_TURNS, folder.join(MACHINE));
         command.envs(request.environment.iter().map(|(name, value)| (name, value)));

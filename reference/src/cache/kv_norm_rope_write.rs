@@ -26,7 +26,7 @@ use crate::named::Named;
 use crate::precision::Rounding;
 use crate::projections::rms_norm;
 use crate::projections::rope;
-use crate::quantize::scale_byte_by;
+use crate::quantize::scale_byte;
 
 /// `y` `[num_tokens, head_dim]`, stored in bf16, for these inputs: `x` in `rotation`
 /// `[num_tokens, 1, head_dim]`, stored in bf16, whose last channels rotate (not inversely), and
@@ -72,7 +72,7 @@ pub fn rows_that_hold(
 ) -> [Vec<bool>; 2] {
     let (head_dim, groups) = (format.head_dim(), format.nope_dim / SCALE_GROUP);
     let num_slots = after.len() / format.bytes().page_bytes(1);
-    let least_byte = scale_byte_by(&[0.0], Format::E4M3, conventions);
+    let least_byte = scale_byte(&[0.0], Format::E4M3, conventions);
     let (mut rows, mut least) =
         (Vec::with_capacity(num_slots), Vec::with_capacity(num_slots * groups));
     for slot in 0..num_slots {
@@ -155,7 +155,7 @@ mod tests {
         assert!(!held(&coarse)[1][6]);
         // It also must not be less than that of the smallest amax, whatever the codes are.
         let mut fine = after.clone();
-        fine[scales] = crate::quantize::scale_byte(&[0.0], Format::E4M3) - 1;
+        fine[scales] = scale_byte(&[0.0], Format::E4M3, Conventions::default()) - 1;
         fine[data] = 0x7e;
         assert!(!held(&fine)[1][6]);
         Ok(())

@@ -126,6 +126,7 @@ mod tests {
     use super::*;
     use crate::formats::quantize_fp8::{self, Group};
     use crate::formats::scale_layout::ScaleLayout;
+    use crate::quantize::scale_of;
     use crate::testing::{Draw, f64_tensor};
 
     fn case() -> Named {
@@ -151,9 +152,7 @@ mod tests {
             let groups = product.chunks(70).flat_map(|row| row.chunks(32));
             assert_eq!(
                 scales,
-                groups
-                    .map(|group| crate::quantize::scale_of(group, Format::E4M3, scale))
-                    .collect::<Vec<_>>()
+                groups.map(|group| scale_of(group, Format::E4M3, scale)).collect::<Vec<_>>()
             );
         }
         Ok(())

@@ -103,8 +103,8 @@ impl CheckOptions {
         }
     }
 
-    /// What a sweep on this backend checks of its case number `number`. Launches on the emulator cost
-    /// most, so there calls in sequence, rows in other batches and laws take turns.
+    /// What a sweep on this backend checks of its case number `number`. Launches on the emulator
+    /// cost most, so there calls in sequence, rows in other batches and laws take turns.
     pub fn in_a_sweep(self, backend: BackendKind, number: u64) -> Self {
         if backend != BackendKind::Emulator {
             return self;

@@ -114,8 +114,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Whether the local variable or parameter of this name is declared as float or double, not as a
-    /// pointer. The innermost declaration counts. `None` where none is around.
+    /// Whether the local variable or parameter of this name is declared as float or double, not as
+    /// a pointer. The innermost declaration counts. `None` where none is around.
     fn is_local_float(&self, name: Node<'_>) -> Option<bool> {
         let mut inner = name;
         while let Some(outer) = inner.parent() {
@@ -140,8 +140,7 @@ impl<'a> Source<'a> {
                 let declarators = node.children_by_field_name("declarator", &mut cursor);
                 let named = declarators.map(|declarator| self.innermost(declarator));
                 let (_, is_pointer) = named.into_iter().find(|(found, _)| *found == name)?;
-                let of_type = node.child_by_field_name("type").map(|kind| self.text_of(kind));
-                Some(matches!(of_type, Some("float" | "double")) && !is_pointer)
+                Some(self.has_float_type(node) && !is_pointer)
             }
             "function_declarator"
             | "parameter_list"
@@ -155,10 +154,16 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The name that a declarator declares, and whether it is a pointer.
+    /// Whether a declaration begins with `float` or `double`.
+    fn has_float_type(&self, declaration: Node<'_>) -> bool {
+        let of_type = declaration.child_by_field_name("type").map(|kind| self.text_of(kind));
+        matches!(of_type, Some("float" | "double"))
+    }
+
+    /// The name that a declarator declares, if any, and whether it is a pointer.
     fn innermost(&self, declarator: Node<'_>) -> (&str, bool) {
         match declarator.kind() {
-            "identifier" => (self.text_of(declarator), false),
+            "identifier" | "field_identifier" => (self.text_of(declarator), false),
             kind => {
                 let inner = declarator.child_by_field_name("declarator");
                 let inner = inner.or_else(|| declarator.named_child(0));
@@ -185,25 +190,15 @@ impl<'a> Source<'a> {
                     | "field_declaration"
                     | "function_definition"
             );
-            let of_type = node.child_by_field_name("type").map(|kind| self.text_of(kind));
-            if declares && matches!(of_type, Some("float" | "double")) {
+            if declares && self.has_float_type(node) {
                 let mut cursor = node.walk();
                 let declarators = node.children_by_field_name("declarator", &mut cursor);
-                found.extend(declarators.filter_map(|declarator| self.declared(declarator)));
+                let named = declarators.map(|declarator| self.innermost(declarator));
+                let floats = named.filter(|(name, is_pointer)| !name.is_empty() && !is_pointer);
+                found.extend(floats.map(|(name, _)| name.to_owned()));
             }
         });
         found
-    }
-
-    fn declared(&self, node: Node<'_>) -> Option<String> {
-        match node.kind() {
-            "identifier" | "field_identifier" => Some(self.text_of(node).to_owned()),
-            "pointer_declarator" => None,
-            _ => {
-                let inner = node.child_by_field_name("declarator");
-                inner.or_else(|| node.named_child(0)).and_then(|inner| self.declared(inner))
-            }
-        }
     }
 }
 

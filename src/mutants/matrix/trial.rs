@@ -36,13 +36,6 @@ pub struct NumberedCase {
     pub case: Case,
 }
 
-impl Trial {
-    /// The checks of the operator's case number `number`.
-    fn checks(&self, device: &Device, number: u64) -> CheckOptions {
-        checks_of(self.schedules, self.all_checks, device, number)
-    }
-}
-
 /// All checks of case number `number` that show whether kernels are right, or those of a sweep.
 pub fn checks_of(schedules: u32, all: bool, device: &Device, number: u64) -> CheckOptions {
     let checks = CheckOptions::of_kernels(schedules);
@@ -123,7 +116,7 @@ pub fn run(
             let mut record = unjudged(mutant);
             let mut killed_by = BTreeSet::new();
             for NumberedCase { number, case } in cases {
-                let options = trial.checks(device, *number);
+                let options = checks_of(trial.schedules, trial.all_checks, device, *number);
                 alive(record.cases_run);
                 let prepared = registry::prepare(case).map_err(refused)?;
                 let outcome = checks::run(&*prepared, &mutated, options);
