@@ -53,7 +53,17 @@ pub mod sweep;
 /// started.
 pub fn prepare_process() {
     dsv4_runtime::process::keep_freed_memory();
-    let (name, value) = dsv4_reference::ONE_THREAD_EACH;
-    let set = dsv4_runtime::process::set_variable_if_alone(name, value);
-    tracing::debug!(name, value, set, "one thread for each operation of an oracle");
+    for (name, value) in dsv4_reference::ONE_THREAD_EACH {
+        let set = dsv4_runtime::process::set_variable_if_alone(name, value);
+        tracing::debug!(name, value, set, "one thread for each operation of an oracle");
+    }
+    let threads = std::env::var(THREADS).ok().and_then(|threads| threads.parse().ok());
+    if let Some(threads) = threads {
+        let built = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+        tracing::debug!(threads, ?built, "threads of oracles");
+    }
 }
+
+/// The environment variable that says how many threads a worker's oracles have. It is not
+/// `RAYON_NUM_THREADS`, by which candle would divide each product.
+pub const THREADS: &str = "PARITY_THREADS";

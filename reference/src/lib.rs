@@ -24,8 +24,10 @@
 //! # Threads
 //!
 //! A judge runs an oracle many times, each run on a thread of its own. candle then must not divide
-//! each operation over threads as well: they wait for one another, and before each product it reads
-//! the list of processors. A program therefore sets [`ONE_THREAD_EACH`] before it starts threads.
+//! each operation over threads as well: its threads wait in loops, which takes the cores from the
+//! other runs, and before each product it reads the list of processors. A program therefore sets
+//! [`ONE_THREAD_EACH`] before it starts threads, and does not set `RAYON_NUM_THREADS`: candle
+//! divides products over as many threads as that says.
 //!
 //! [`Precision::Exact`]: precision::Precision::Exact
 //! [`Precision::Working`]: precision::Precision::Working
@@ -63,6 +65,7 @@ pub use precision::{Accumulator, Precision, Rounding};
 pub use products::Products;
 pub use tensor_core::TensorCore;
 
-/// The environment variable, and its value, with which candle computes each operation on the thread
-/// that asked for it.
-pub const ONE_THREAD_EACH: (&str, &str) = ("CANDLE_CPU_MASK", "0");
+/// The environment variables, and their values, with which candle computes each operation on the
+/// thread that asked for it: the first for elementwise operations, the second for products.
+pub const ONE_THREAD_EACH: [(&str, &str); 2] =
+    [("CANDLE_NUM_THREADS", "1"), ("CANDLE_CPU_MASK", "0")];

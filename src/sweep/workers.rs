@@ -12,6 +12,7 @@ use dsv4_runtime::process::{isolate, kill_group, this_program, variable};
 use dsv4_runtime::{BackendKind, cuda};
 
 use super::merge::Part;
+use crate::THREADS;
 use crate::judge::turns::{self, MACHINE_TURNS, TURNS};
 use crate::operator::size;
 use crate::record::journal::{self, Shard};
@@ -204,7 +205,7 @@ impl Worker {
         }
         // Half of the workers run an oracle at a time.
         let threads = (2 * request.cores / shard.count as usize).clamp(1, request.cores);
-        command.env("RAYON_NUM_THREADS", threads.to_string());
+        command.env(THREADS, threads.to_string()).env_remove("RAYON_NUM_THREADS");
         isolate(&mut command);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().with_context(|| format!("starting worker {shard}"))?;

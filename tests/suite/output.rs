@@ -808,7 +808,8 @@ fn sources(folder: &str) -> Vec<(PathBuf, String)> {
 #[test]
 fn the_help_names_every_environment_variable_that_is_read() {
     /// Variables between processes of this program, at build time, and of tests.
-    const OWN: [&str; 10] = [
+    const OWN: [&str; 11] = [
+        "PARITY_THREADS",
         "PARITY_WORKER",
         "PARITY_SUPERVISOR",
         "PARITY_TURNS",

@@ -1,8 +1,10 @@
 //! Tests that run at the same time do not affect each other: every thread has its own device.
 
 use std::collections::BTreeSet;
+use std::process::{Command, Stdio};
 use std::sync::Barrier;
 use std::thread;
+use std::time::Duration;
 
 use dsv4_parity::case::Case;
 use dsv4_parity::judge::checks::{self, CheckOptions};
@@ -10,6 +12,7 @@ use dsv4_parity::operator::{AnyOperator, Profile};
 use dsv4_parity::operators::registry;
 use dsv4_runtime::BackendKind;
 
+use crate::command_line;
 use crate::support;
 
 const THREADS: usize = 8;
@@ -66,4 +69,34 @@ fn eight_threads_check_record_and_replay_at_once_each_on_a_device_of_its_own() {
     assert_eq!(devices.len(), THREADS, "threads shared a device");
     let records = if is_gpu { operators } else { 0 };
     assert!(found.iter().all(|(_, replayed)| *replayed == records), "{found:?}");
+}
+
+/// The names of all threads that a process had until it ended.
+fn threads_of(mut command: Command) -> BTreeSet<String> {
+    let mut process = command.stdout(Stdio::null()).spawn().expect("the binary runs");
+    let tasks = format!("/proc/{}/task", process.id());
+    let mut names = BTreeSet::new();
+    loop {
+        for task in std::fs::read_dir(&tasks).into_iter().flatten().flatten() {
+            names.extend(std::fs::read_to_string(task.path().join("comm")));
+        }
+        if let Some(status) = process.try_wait().expect("its status") {
+            assert!(status.success(), "{status}");
+            return names;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn candle_divides_no_operation_of_an_oracle_over_threads() {
+    // Large enough that candle would divide it.
+    let case = r#"{"operator":"rms_norm","num_rows":16,"width":4096,"dtype":"bf16","weight":"f32","eps":1e-6,"aliasing":"out_of_place","distribution":"normal","magnitude":1.0,"zero_rows":false,"saves_rstd":true,"seed":1}"#;
+    for variable in ["PARITY_THREADS", "RAYON_NUM_THREADS"] {
+        let mut command = Command::new(command_line::binary());
+        command.args(["replay", "--backend", "emulator", case]).env(variable, "3");
+        let names = threads_of(command);
+        let candle: Vec<_> = names.iter().filter(|name| name.starts_with("candle")).collect();
+        assert!(!names.is_empty() && candle.is_empty(), "{variable}: {names:?}");
+    }
 }
