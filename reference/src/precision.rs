@@ -456,7 +456,6 @@ impl Rounding {
     /// table may be too large throughout. The other half is separate for each value. Whether
     /// subnormal results are flushed to zero depends on the form of the expression and on the
     /// compiler's flags. Of the choices of `Nearest` runs, every other one flushes.
-    /// the compiler's flags: of the choices of runs to nearest every other one does.
     pub fn approximate_f32(&mut self, tensor: &Tensor) -> Result<Tensor> {
         require_f64("tensor", tensor)?;
         self.see(tensor)?;
@@ -544,12 +543,11 @@ impl Rounding {
     /// `sum` over dimension `dim` with fp32 accumulation; the dimension stays, with size 1.
     pub fn sum_keepdim_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
         require_f64("terms", terms)?;
-        let sum = terms.sum_keepdim(dim)?;
+        let (sum, sum_of_squares) = sums(terms, dim)?;
         self.see(&sum)?;
         if self.is_exact() {
             return Ok(sum);
         }
-        let sum_of_squares = terms.sqr()?.sum_keepdim(dim)?;
         let num_terms = (sum.ones_like()? * terms.dim(dim)? as f64)?;
         // Lanes share a row. What is added over rows, by blocks or atomics, is added one after the
         // other.
@@ -942,6 +940,39 @@ fn scales_by(row: &[f64], choice: Maximum) -> Vec<f64> {
     scales
 }
 
+/// The sums of f64 terms, and of their squares, over a dimension, which stays with size 1.
+fn sums(terms: &Tensor, dim: usize) -> Result<(Tensor, Tensor)> {
+    // candle sums over another dimension than the last with two divisions for each element. Only its
+    // own operations have derivatives.
+    if dim + 1 == terms.rank() || terms.track_op() {
+        return Ok((terms.sum_keepdim(dim)?, terms.sqr()?.sum_keepdim(dim)?));
+    }
+    let mut shape = terms.dims().to_vec();
+    let rest: usize = shape[dim + 1..].iter().product();
+    let count = std::mem::replace(&mut shape[dim], 1);
+    let blocks: usize = shape[..dim].iter().product();
+    let (mut of_terms, mut of_squares) = (vec![0.0; blocks * rest], vec![0.0; blocks * rest]);
+    let terms_of = values(terms)?;
+    wide(
+        #[inline(always)]
+        || {
+            for (row, terms) in terms_of.chunks(rest.max(1)).enumerate() {
+                let at = row / count * rest;
+                let sums = of_terms[at..at + rest].iter_mut().zip(&mut of_squares[at..at + rest]);
+                for ((sum, squares), term) in sums.zip(terms) {
+                    *sum += term;
+                    *squares += term * term;
+                }
+            }
+        },
+    );
+    let device = terms.device();
+    Ok((
+        Tensor::from_vec(of_terms, shape.as_slice(), device)?,
+        Tensor::from_vec(of_squares, shape, device)?,
+    ))
+}
+
 /// All elements of an f64 tensor in row-major order.
 ///
 /// # Errors
@@ -1127,6 +1158,32 @@ mod tests {
         for layout in layouts {
             let of_candle: Vec<f64> = layout.flatten_all()?.to_vec1()?;
             assert_eq!(values(&layout)?, of_candle, "{:?}", layout.layout());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn sums_over_any_dimension_have_the_bits_of_candle() -> Result<()> {
+        let numbers: Vec<f64> = (0..210).map(|n| f64::from(n).sin()).collect();
+        let x = f64_tensor(&numbers, &[5, 6, 7]);
+        let tensors = [
+            x.clone(),
+            x.transpose(0, 2)?,
+            x.narrow(1, 2, 3)?.broadcast_as((5, 3, 7))?,
+            x.reshape((5, 42, 1))?,
+            x.narrow(0, 0, 0)?,
+            x.narrow(1, 0, 0)?,
+            x.narrow(2, 0, 0)?,
+        ];
+        for tensor in tensors {
+            for dim in 0..3 {
+                let (sum, squares) = sums(&tensor, dim)?;
+                let expected = [tensor.sum_keepdim(dim)?, tensor.sqr()?.sum_keepdim(dim)?];
+                for (found, expected) in [sum, squares].into_iter().zip(expected) {
+                    assert_eq!(found.dims(), expected.dims());
+                    assert_eq!(values(&found)?, values(&expected)?, "{:?} {dim}", tensor.layout());
+                }
+            }
         }
         Ok(())
     }

@@ -37,6 +37,7 @@ use super::{
 };
 use crate::case::{Case, CaseError};
 use crate::operator::Family;
+use crate::operator::fields::LARGEST_DRAWN;
 use crate::operator::golden_file::GoldenFile;
 use crate::record::{BatchAxis, OperatorRecord};
 
@@ -369,11 +370,13 @@ impl AnyOperator {
         self.0.has_ranks()
     }
 
-    /// Draws cases; shrinks towards the smallest.
+    /// Draws cases of at most [`LARGEST_DRAWN`] elements for each result; shrinks towards the
+    /// smallest.
     pub fn strategy(&self, profile: Profile) -> BoxedStrategy<Case> {
         let layouts = layouts::strategy(layouts::MOST_TENSORS);
         let has_ranks = self.has_ranks();
-        (self.0.strategy(profile), layouts, special::strategy())
+        let cases = self.0.strategy(profile).prop_filter("too large", |case| is_drawn(&**case));
+        (cases, layouts, special::strategy())
             .prop_map(move |(case, layouts, special)| {
                 // A rejected case fails when it runs: it has no tensors to lay out.
                 let Ok(specs) = checked(&*case) else { return case.line() };
@@ -634,6 +637,17 @@ impl AnyOperator {
     }
 }
 
+/// Whether a sweep draws the case: its results are no larger than [`LARGEST_DRAWN`]. What is only
+/// given may be four times as large, since no oracle run has a copy of it. A rejected case fails
+/// when it runs.
+fn is_drawn(case: &dyn DeclaredCase) -> bool {
+    let fits = |specs: Specs| {
+        specs.compared().all(|spec| spec.elements() <= LARGEST_DRAWN)
+            && specs.present().all(|spec| spec.elements() <= 4 * LARGEST_DRAWN)
+    };
+    checked(case).map_or(true, fits)
+}
+
 /// The case with gaps between rows: its kernels get strides that differ from the sizes, and no two
 /// tensors have the same ones.
 fn with_unlike_gaps(case: &AnyCase) -> Case {
@@ -661,4 +675,36 @@ fn special_in_turn(typical: &[AnyCase]) -> Vec<Case> {
         Some(line(&**case, &with_special(special)))
     });
     turns.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+    use crate::operators::registry;
+
+    /// How many of a hundred drawn cases are small enough.
+    fn share<T: fmt::Debug>(strategy: &BoxedStrategy<T>, is_small: impl Fn(T) -> bool) -> usize {
+        let mut runner = TestRunner::deterministic();
+        let mut drawn = || strategy.new_tree(&mut runner).expect("a case").current();
+        (0..100).filter(|_| is_small(drawn())).count()
+    }
+
+    #[test]
+    fn no_drawn_result_is_larger_than_its_limit_and_few_draws_are_thrown_away() {
+        let mut thrown_away = 0;
+        for operator in registry::select(None).expect("all operators") {
+            let profile = Profile::Full;
+            let declared = share(&operator.0.strategy(profile), |case| is_drawn(&*case));
+            assert!(declared >= 25, "{}: {declared} of 100", operator.name());
+            thrown_away += 100 - declared;
+            let drawn = share(&operator.strategy(profile), |line| {
+                is_drawn(&*read(operator.0, &line).expect("a case").0)
+            });
+            assert_eq!(drawn, 100, "{}", operator.name());
+        }
+        assert!(thrown_away > 0, "the limit does nothing");
+    }
 }
