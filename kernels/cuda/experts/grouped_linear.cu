@@ -3,8 +3,9 @@
 //
 //     y[p,o] = sum over i of x[p,i] w[e,o,i]      for the rows p of expert e
 //
-// of the values that codes and scales stand for: FP8 or MXFP4 of linear_quantized.cu, expert by
-// expert. The bits are the same where that kernel does not split k. Rows are
+// of the values that codes and scales stand for: FP8, MXFP4 or NVFP4 of linear_quantized.cu, expert
+// by expert; of NVFP4 x has one scale, and each expert's w has its own. The bits are the same where
+// that kernel does not split k. Rows are
 //   sorted   [rows, depth]: those of expert e are the first counts[e] from expert_offsets[e] on
 //            (moe_map). Offsets ascend. All other rows are padding: not read, and y is 0 there
 //   masked   [experts, rows, depth]: those of expert e are the first counts[e] of its part. The
@@ -18,22 +19,26 @@
 //
 // Floor, 256 experts of [4096, 4096] FP8, 2 FLOP an element of w and row at 790 TFLOP/s: 1.04 ms
 // for 24576 rows, 8.35 ms for 196608. With few rows the bytes of w at 4.24 TB/s: 4.3 GB, 1.01 ms;
-// half of that for MXFP4. Limit: that of linear_quantized.cu; with few rows, the weights.
+// half of that for four bits. Limit: that of linear_quantized.cu; with few rows, the weights.
 //
-// Defines: FORMAT 1 (FP8) or 2 (MXFP4); GROUP, values of x per scale: 128, of MXFP4 also 32.
+// Defines: FORMAT 1 (FP8), 2 (MXFP4) or 3 (NVFP4); GROUP, values of x per scale: 128, of MXFP4 also
+// 32, of NVFP4 16.
 // Launch: any grid in x.
 // What was tried: kernels/docs/grouped_linear.md.
 #if !defined(FORMAT) || !defined(GROUP)
-#error "define FORMAT as 1 (FP8) or 2 (MXFP4), and GROUP"
+#error "define FORMAT as 1 (FP8), 2 (MXFP4) or 3 (NVFP4), and GROUP"
 #endif
 
 #include "quantized_tiles.h"
 #include "grouped_linear.h"
 
-static_assert(FORMAT == FP8 || FORMAT == MXFP4, "experts have two formats");
-
 template <typename S>
 using GroupedShared = SharedOfExperts<typename Layout<S>::Plan>;
+
+// What the epilogue multiplies an expert's sums by.
+DEVICE float factor_of(const GroupedLinearParams& params, int32_t expert) {
+    return FORMAT == NVFP4 ? __fmul_rn(*params.x_global_scale, params.w_global_scale[expert]) : 1.0f;
+}
 
 template <typename S, bool WIDE>
 DEVICE void grouped_linear(const GroupedLinearParams& params) {
@@ -44,7 +49,8 @@ DEVICE void grouped_linear(const GroupedLinearParams& params) {
     const int64_t count = tiles.count();
     for (int64_t number = blockIdx.x; number < count; number += gridDim.x) {
         const ExpertTile tile = tiles[number];
-        const QuantizedProduct product = product_of_expert(params, tile.expert);
+        QuantizedProduct product = product_of_expert(params, tile.expert);
+        product.result.factor = factor_of(params, tile.expert);
         multiply_tile<S, WIDE>(product, part_of<S>(product.result, tile.number));
         // The next tile's operands overwrite this one's sums.
         __syncthreads();

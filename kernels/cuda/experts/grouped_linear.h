@@ -24,6 +24,8 @@ struct GroupedLinearParams {
     const uint8_t* w; int64_t w_expert_stride; int64_t w_stride;  // codes, [experts, columns, bytes of depth]
     const void* x_scales;           // see scale_layout.h; where x has experts, of one after the other
     const void* w_scales;           // of one expert after the other
+    const float* x_global_scale;    // [1], of NVFP4
+    const float* w_global_scale;    // [experts], of NVFP4
     const int32_t* counts;          // [experts]
     const int32_t* expert_offsets;  // [experts + 1], or nullptr where x has experts
     void* out; int64_t out_expert_stride; int64_t out_stride;     // [rows, columns] or [experts, rows, columns]
@@ -40,7 +42,7 @@ struct GroupedLinearParams {
     int32_t w_groups;
     int32_t w_padded_groups;
     int32_t w_scale_layout;
-    int32_t scale_bytes;  // whether scales are e8m0 bytes, and not fp32 numbers
+    int32_t scale_bytes;  // whether scales are e8m0 bytes (of NVFP4: e4m3), and not fp32 numbers
     int32_t experts;
     int32_t out_is_f32;
     int32_t wide;         // whether out takes 16-byte accesses

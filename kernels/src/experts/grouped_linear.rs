@@ -28,7 +28,8 @@ const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
-    let formats = [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+    let formats =
+        [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
     let portable = formats.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
     let large = [module(HOPPER_LARGE, &[]), units_module()];
     portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
@@ -59,8 +60,8 @@ pub enum Grouping {
 /// run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grouped {
-    /// Formats (FP8 or MXFP4), layouts of scales, and which kernels run. Those for Hopper take rows
-    /// of x and w at multiples of 16 bytes, whose length is a multiple of 16 bytes.
+    /// Formats, except bf16, layouts of scales, and which kernels run. Those for Hopper take FP8 and
+    /// MXFP4, with rows of x and w at multiples of 16 bytes, whose length is a multiple of 16 bytes.
     pub quantized: Quantized,
     /// How the rows of experts are arranged.
     pub grouping: Grouping,
@@ -151,16 +152,16 @@ impl Grouped {
             _ => [0, 0],
         };
         let [num_rows, in_features] = match *shape("x") {
-            [.., rows, ins] => [rows.min(i32::MAX as usize), ins.min(MAX_FEATURES)],
+            [.., rows, bytes] => {
+                let codes = 1 + usize::from(self.quantized.weights == Weights::Nvfp4);
+                [rows.min(i32::MAX as usize), bytes.saturating_mul(codes).min(MAX_FEATURES)]
+            }
             _ => [0, 0],
         };
         Extents { num_experts, num_rows, out_features, in_features }
     }
 
     pub(crate) fn check(&self, check: Arguments) -> Result<()> {
-        if self.quantized.weights == Weights::Nvfp4 {
-            return check.refuse("weights", "experts have FP8 or MXFP4 weights");
-        }
         self.quantized.check(check)
     }
 
@@ -177,16 +178,18 @@ impl Grouped {
         let (masked, hopper) =
             (self.is_masked(), self.quantized.implementation == Implementation::Hopper);
         let mxfp4 = self.quantized.weights == Weights::Mxfp4;
+        let nvfp4 = self.quantized.weights == Weights::Nvfp4;
         let rows =
             |argument: Argument<'a>| if hopper { argument.aligned_rows() } else { argument.rows() };
         let [of_x, of_w] = self.scales(extents);
         let [x_axes, w_axes] = self.scale_axes();
-        let x: &'static [_] = if masked {
-            &["num_experts", "num_rows", "in_features"]
-        } else {
-            &["num_rows", "in_features"]
+        let x: &'static [_] = match (masked, nvfp4) {
+            (true, false) => &["num_experts", "num_rows", "in_features"],
+            (true, true) => &["num_experts", "num_rows", "code_bytes"],
+            (false, false) => &["num_rows", "in_features"],
+            (false, true) => &["num_rows", "code_bytes"],
         };
-        let w: &'static [_] = match mxfp4 {
+        let w: &'static [_] = match mxfp4 || nvfp4 {
             true => &["num_experts", "out_features", "code_bytes"],
             false => &["num_experts", "out_features", "in_features"],
         };
@@ -200,14 +203,18 @@ impl Grouped {
         let scales = [
             Quantized::read_scales("x_scales", of_x.tensor().0, x_axes.of(of_x)),
             Quantized::read_scales("w_scales", of_w.tensor().0, w_axes.of(of_w)),
+            read("x_global_scale").axes(&["one"]).when(nvfp4),
+            read("w_global_scale").axes(&["num_experts"]).when(nvfp4),
         ];
         let tensors =
             operands.into_iter().chain(others).chain(scales).chain([scratch("workspace", 16)]);
         let signature = check.signature(views, tensors).extent("num_experts", 1, MAX_EXPERTS);
         let signature = signature.extent("out_features", out_multiple, MAX_FEATURES);
         // A byte holds two codes, an access 16 bytes.
-        let multiple = (if hopper { 16 } else { 1 }) * (1 + usize::from(mxfp4));
-        let signature = signature.extent("in_features", multiple, MAX_FEATURES);
+        let bytes = if hopper { 16 } else { 1 };
+        let signature =
+            signature.extent("in_features", (1 + usize::from(mxfp4)) * bytes, MAX_FEATURES);
+        let signature = signature.extent("code_bytes", bytes, MAX_FEATURES / 2).given("one", 1);
         let signature = signature.given("num_experts_and_one", extents.num_experts + 1);
         let signature =
             if mxfp4 { signature.given("code_bytes", extents.in_features / 2) } else { signature };
@@ -268,13 +275,15 @@ impl Grouped {
 /// tensors:
 ///
 /// - `x` u8, e4m3 codes, `[num_rows, in_features]` or, masked, `[num_experts, num_rows,
-///   in_features]`; rows contiguous;
+///   in_features]`; for NVFP4 half as many bytes, two e2m1 codes in each, the even one in the low
+///   nibble; rows contiguous;
 /// - `w` `[num_experts, out_features, in_features]` u8, e4m3 codes, or `[num_experts,
-///   out_features, in_features / 2]`, two e2m1 codes in a byte, the even one in the low nibble;
-///   rows contiguous; up to 512 experts;
+///   out_features, in_features / 2]`, e2m1 codes; rows contiguous; up to 512 experts;
 /// - `x_scales` and `w_scales`, of the types and axes of [`Grouped::scale_tensors`], dense: as the
 ///   `quantize_*` operators write them, of x (masked: of each expert's part), and of each expert's
 ///   w; their padding and the scales of unused rows are not read;
+/// - `x_global_scale` `[1]` and `w_global_scale` `[num_experts]` f32, for NVFP4: the factors of
+///   decoding x, and each expert's w;
 /// - `counts` `[num_experts]` i32: rows of each expert; rows beyond the expert's room are skipped,
 ///   and a negative count is 0;
 /// - `expert_offsets` `[num_experts + 1]` i32, unless masked: the first row of each expert, and
@@ -378,7 +387,8 @@ fn params(
 ) -> Result<Params> {
     let (y, [x_scales, w_scales]) = (&views["y"], grouped.scales(extents));
     let params = of_experts(of_experts(CHECK.params(), "x", &views["x"]), "w", &views["w"]);
-    let params = call.append(params, &["x_scales", "w_scales", "counts", "expert_offsets"]);
+    let scales = ["x_scales", "w_scales", "x_global_scale", "w_global_scale"];
+    let params = call.append(call.append(params, &scales), &["counts", "expert_offsets"]);
     let params = of_experts(params, "out", y);
     let places = |scales: Scales| scales.padded_rows() * scales.padded_groups();
     let of_x = if grouped.is_masked() { places(x_scales) } else { 0 };

@@ -139,6 +139,10 @@ impl Options {
     }
 
     fn check(&self) -> Result<()> {
+        if self.grouped.quantized.weights == Weights::Nvfp4 {
+            return CHECK
+                .refuse("weights", "the rows that it writes are those of FP8 or MXFP4 weights");
+        }
         self.grouped.check(CHECK)?;
         self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 })
             .check(CHECK)

@@ -15,7 +15,7 @@
 //!
 //! Those of [`linear::forward_quantized`]. Rows without an expert have none.
 
-use candle_core::{Device, Tensor};
+use candle_core::{D, Device, Tensor};
 
 use crate::error::{Result, require_that, wrong_value};
 use crate::formats::scale_layout::{ScaleLayout, Scales};
@@ -27,17 +27,19 @@ use crate::projections::linear::{self, Quantized, Weights};
 /// `[num_experts, num_rows, out_features]`, for these inputs, with codes and scales as the values
 /// of their bytes:
 ///
-/// - `x` `[num_rows, in_features]` or, masked, `[num_experts, num_rows, in_features]`;
+/// - `x` `[num_rows, ..]` or, masked, `[num_experts, num_rows, ..]`, `..` as in
+///   [`linear::forward_quantized`];
 /// - `w` `[num_experts, out_features, ..]`, `..` as in [`linear::forward_quantized`]; `w_scales`,
 ///   `[num_experts, ..]`, `..` as [`Quantized::w_scales`] stores them;
 /// - `x_scales`, as [`Quantized::x_scales`] stores them, or, masked, `[num_experts, ..]`;
+/// - `x_global_scale` `[1]` and `w_global_scale` `[num_experts]`, for NVFP4;
 /// - `counts` `[num_experts]`: rows of each expert;
 /// - `expert_offsets` `[num_experts + 1]`: the first row of each expert, and the end of all;
 ///   absent where rows are masked;
 /// - `y_before`, of the shape and type of `y`, where rows are masked: the previous contents of `y`.
 ///
 /// # Errors
-/// Tensors whose shapes do not match; weights that are neither FP8 nor MXFP4.
+/// Tensors whose shapes do not match.
 pub fn forward(inputs: &Named, quantized: &Quantized, rounding: &mut Rounding) -> Result<Named> {
     let call = Call::read(inputs, quantized)?;
     let mut y = match inputs.get("y_before").filter(|_| call.masked) {
@@ -100,21 +102,17 @@ struct Call<'a> {
 
 impl<'a> Call<'a> {
     fn read(inputs: &'a Named, quantized: &'a Quantized) -> Result<Self> {
-        require_that(
-            "weights",
-            quantized.group,
-            quantized.weights != Weights::Nvfp4,
-            "experts have FP8 or MXFP4 weights",
-        )?;
         let masked = inputs.get("expert_offsets").is_none();
         let (x, w) = (inputs.tensor("x")?, inputs.tensor("w")?);
         let (num_experts, out_features, _) = w.dims3()?;
-        let (parts, num_rows, in_features) = if masked {
+        let (parts, num_rows, row_bytes) = if masked {
             x.dims3()?
         } else {
-            let (rows, ins) = x.dims2()?;
-            (1, rows, ins)
+            let (rows, bytes) = x.dims2()?;
+            (1, rows, bytes)
         };
+        let codes = if quantized.weights == Weights::Nvfp4 { 2 } else { 1 };
+        let in_features = codes * row_bytes;
         require_that("x", parts, !masked || parts == num_experts, "every expert has a part of it")?;
         let counts = values(inputs.tensor("counts")?)?;
         require_that(
@@ -185,7 +183,9 @@ impl<'a> Call<'a> {
     /// The operands of one expert's product.
     fn of_expert(&self, expert: usize, rows: std::ops::Range<usize>) -> Result<Named> {
         let part = self.part(expert);
-        let x = self.inputs.tensor("x")?.reshape((self.parts, self.num_rows, self.in_features))?;
+        let x = self.inputs.tensor("x")?;
+        let row_bytes = x.dim(D::Minus1)?;
+        let x = x.reshape((self.parts, self.num_rows, row_bytes))?;
         let x = x.get(part)?.narrow(0, rows.start, rows.len())?;
         let w = self.inputs.tensor("w")?.get(expert)?;
         let of_x = self.quantized.x_scales(rows.len(), self.in_features);
@@ -195,7 +195,13 @@ impl<'a> Call<'a> {
             Tensor::from_slice(numbers, (scales.rows, scales.groups), &Device::Cpu)
         };
         let named = Named::new().with("x", x).with("w", w).with("x_scales", tensor(of_rows, of_x)?);
-        Ok(named.with("w_scales", tensor(&self.w_scales[expert], of_w)?))
+        let named = named.with("w_scales", tensor(&self.w_scales[expert], of_w)?);
+        if self.quantized.weights != Weights::Nvfp4 {
+            return Ok(named);
+        }
+        let of_x = self.inputs.tensor("x_global_scale")?.clone();
+        let of_w = self.inputs.tensor("w_global_scale")?.narrow(0, expert, 1)?;
+        Ok(named.with("x_global_scale", of_x).with("w_global_scale", of_w))
     }
 }
 
@@ -243,7 +249,7 @@ mod tests {
     /// Scales of `parts` matrices, one after the other, and their bytes row by row.
     fn scales(seed: usize, scales: Scales, parts: usize) -> (Tensor, Vec<u8>) {
         let bytes: Vec<u8> = (0..parts * scales.rows * scales.groups)
-            .map(|at| (120 + (at * 5 + seed) % 11) as u8)
+            .map(|at| (112 + (at * 5 + seed) % 11) as u8)
             .collect();
         let of_part = scales.rows * scales.groups;
         let stored: Vec<f64> = (0..parts)
@@ -254,6 +260,16 @@ mod tests {
 
     const EXPERTS: usize = 4;
     const COUNTS: [usize; EXPERTS] = [2, 0, 3, 1];
+    const GLOBAL_SCALES: [f64; EXPERTS] = [0.5, 3.0, 0.75, 8.0];
+
+    /// Bytes of a row of x and of w.
+    fn row_bytes(quantized: &Quantized, ins: usize) -> [usize; 2] {
+        match quantized.weights {
+            Weights::Fp8 => [ins, ins],
+            Weights::Mxfp4 => [ins, ins / 2],
+            Weights::Nvfp4 => [ins / 2, ins / 2],
+        }
+    }
 
     /// A call with four experts, and the index of each row of x with the expert that has it.
     fn call(
@@ -264,8 +280,8 @@ mod tests {
     ) -> (Named, Vec<(usize, usize)>) {
         let (rows, offsets) =
             if masked { (5, vec![]) } else { (11, vec![1.0, 4.0, 4.0, 8.0, 10.0]) };
-        let x_shape = if masked { vec![EXPERTS, rows, ins] } else { vec![rows, ins] };
-        let of_w = if quantized.weights == Weights::Mxfp4 { ins / 2 } else { ins };
+        let [of_x, of_w] = row_bytes(quantized, ins);
+        let x_shape = if masked { vec![EXPERTS, rows, of_x] } else { vec![rows, of_x] };
         let parts = if masked { EXPERTS } else { 1 };
         let x_scales = scales(1, quantized.x_scales(rows, ins), parts).0;
         let x_scales = if masked { x_scales } else { x_scales.squeeze(0).expect("one part") };
@@ -276,6 +292,8 @@ mod tests {
         let named =
             named.with("x_scales", x_scales).with("counts", f64_tensor(&counts, &[EXPERTS]));
         let named = named.with("w_scales", scales(4, quantized.w_scales(outs, ins), EXPERTS).0);
+        let named = named.with("x_global_scale", f64_tensor(&[0.25], &[1]));
+        let named = named.with("w_global_scale", f64_tensor(&GLOBAL_SCALES, &[EXPERTS]));
         let first = |expert: usize| if masked { expert * rows } else { offsets[expert] as usize };
         let owned = (0..EXPERTS)
             .flat_map(|expert| (0..COUNTS[expert]).map(move |row| (row, expert)))
@@ -292,8 +310,8 @@ mod tests {
         let (outs, ins) = (9, 160);
         let (named, owned) = call(quantized, masked, outs, ins);
         let y = forward(&named, quantized, &mut Rounding::exact())?;
-        let (y, x, w) =
-            (values(y.tensor("y")?)?, named.tensor("x")?.reshape(((), ins))?, named.tensor("w")?);
+        let (y, x, w) = (values(y.tensor("y")?)?, named.tensor("x")?, named.tensor("w")?);
+        let x = x.reshape(((), row_bytes(quantized, ins)[0]))?;
         let rows = x.dim(0)?;
         let of_x = quantized.x_scales(if masked { rows / EXPERTS } else { rows }, ins);
         let of_w = quantized.w_scales(outs, ins);
@@ -312,7 +330,9 @@ mod tests {
             let one = Named::new().with("x", x.narrow(0, row, 1)?).with("w", w.get(expert)?);
             let one = one
                 .with("x_scales", tensor(of_row, of_x.groups))
-                .with("w_scales", tensor(of_expert, of_w.groups));
+                .with("w_scales", tensor(of_expert, of_w.groups))
+                .with("x_global_scale", f64_tensor(&[0.25], &[1]))
+                .with("w_global_scale", f64_tensor(&[GLOBAL_SCALES[expert]], &[1]));
             let one = linear::forward_quantized(&one, &plain, &mut Rounding::exact())?;
             expected[row * outs..(row + 1) * outs].copy_from_slice(&values(one.tensor("y")?)?);
         }
@@ -323,7 +343,9 @@ mod tests {
     #[test]
     fn rows_are_products_with_their_experts_weights_and_others_are_zero_or_as_they_were()
     -> Result<()> {
-        for (weights, group) in [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)] {
+        for (weights, group) in
+            [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)]
+        {
             for layout in [ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked] {
                 for masked in [false, true] {
                     assert_rows_are_products(&quantized(weights, group, layout), masked)?;

@@ -541,25 +541,38 @@ fn in_condition(node: Node<'_>) -> bool {
     false
 }
 
-/// A floating-point product, or what is added to a sum, is larger by 2^-15 where a grid has more than
-/// four blocks: with many rows, or on a device with many SMs. That is within the budget of most
-/// tensors, so only another batch shows it.
+/// Where [`company`] changes a number, in code and in words: with many rows or on a device with many
+/// SMs, as splits and tiles by the number of rows do; with one block, as a path for few rows does;
+/// and with an odd number of blocks, as a last tile does that is summed in another way.
+const COMPANIES: [(&str, &str); 3] = [
+    ("gridDim.x > 4", "more than four blocks"),
+    ("gridDim.x == 1", "one block"),
+    ("gridDim.x % 2 == 1", "an odd number of blocks"),
+];
+
+/// A floating-point product, or what is added to a sum, is larger by 2^-15 in grids of some sizes.
+/// That is within the budget of most tensors, so only another batch shows it.
 fn company(source: &Source<'_>, node: Node<'_>) -> Vec<Edit> {
-    const FACTOR: &str = "(gridDim.x > 4 ? 1.00003f : 1.0f)";
     let text = |node| source.text_of(node);
     let is_product = |node| {
         binary(node).is_some_and(|(left, operator, right)| {
             text(operator) == "*" && source.is_float(left) && source.is_float(right)
         })
     };
-    let summary =
-        || format!("{} is larger by 2^-15 with more than four blocks.", quoted(source, node));
+    let edits = |changed: &dyn Fn(&str) -> String| {
+        let of = |(condition, words): (&str, &str)| {
+            let factor = format!("({condition} ? 1.00003f : 1.0f)");
+            let summary = format!("{} is larger by 2^-15 with {words}.", quoted(source, node));
+            edit(node, changed(&factor), summary)
+        };
+        COMPANIES.map(of).into()
+    };
     match node.parent() {
         Some(parent) if is_product(node) && !is_product(parent) => {
-            vec![edit(node, format!("({} * {FACTOR})", text(node)), summary())]
+            edits(&|factor| format!("({} * {factor})", text(node)))
         }
         Some(parent) if adds_float(source, parent, node) && !is_product(node) => {
-            vec![edit(node, format!("({}) * {FACTOR}", text(node)), summary())]
+            edits(&|factor| format!("({}) * {factor}", text(node)))
         }
         _ => Vec::new(),
     }

@@ -19,7 +19,7 @@
 //! | [`Class::Accumulate`] | a sum is overwritten, a flag is inverted |
 //! | [`Class::Period`] | what comes round comes once |
 //! | [`Class::Guard`] | a named constant of a condition is larger |
-//! | [`Class::Company`] | a number differs slightly where a grid has many blocks |
+//! | [`Class::Company`] | a number differs slightly in grids of some sizes |
 
 mod classes;
 mod sample;
@@ -63,7 +63,7 @@ pub enum Class {
     Period,
     /// A named constant of a condition is larger.
     Guard,
-    /// A floating-point number is slightly larger where a grid has many blocks.
+    /// A floating-point number is slightly larger in grids of some sizes.
     Company,
 }
 

@@ -52,7 +52,7 @@ pub struct GroupedLinearCase {
     pub in_features: usize,
     /// Type of y.
     pub output: Float,
-    /// Formats of w and x: FP8 or MXFP4.
+    /// Formats of w and x, except bf16.
     pub weights: Weights,
     /// Values of x that share a scale.
     pub group: usize,
@@ -114,13 +114,20 @@ fn hopper(case: GroupedLinearCase) -> GroupedLinearCase {
     GroupedLinearCase { implementation: Implementation::Hopper, ..case }
 }
 
+fn nvfp4(case: GroupedLinearCase) -> GroupedLinearCase {
+    GroupedLinearCase { weights: Weights::Nvfp4, group: 16, ..case }
+}
+
 pub(crate) fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase {
     GroupedLinearCase { weights: Weights::Mxfp4, group, ..case }
 }
 
-/// The formats, with the groups of x.
-const FORMATS: [(Weights, usize); 3] =
+/// The formats whose x is e4m3, with the groups of x.
+pub(crate) const OF_E4M3: [(Weights, usize); 3] =
     [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
+
+/// All formats.
+const FORMATS: [(Weights, usize); 4] = [OF_E4M3[0], OF_E4M3[1], OF_E4M3[2], (Weights::Nvfp4, 16)];
 
 impl GroupedLinearCase {
     pub(crate) fn is_masked(&self) -> bool {
@@ -247,7 +254,11 @@ impl GroupedLinearCase {
             (1 + usize::from(self.weights == Weights::Mxfp4), if is_hopper { 16 } else { 1 });
         let ins = axis("in_features", self.in_features).multiples(codes * at_once, MAX_FEATURES);
         let bytes = axis("code_bytes", self.in_features / 2).multiples(at_once, MAX_FEATURES / 2);
-        let of_w = if self.weights == Weights::Mxfp4 { bytes } else { ins };
+        let [of_x, of_w] = match self.weights {
+            Weights::Nvfp4 => [bytes, bytes],
+            Weights::Mxfp4 => [ins, bytes],
+            Weights::Fp8 | Weights::Bf16 => [ins, ins],
+        };
         let codes = |name, axes: &[Axis]| {
             let spec = input(name, DType::U8, axes);
             if is_hopper { spec.aligned_rows() } else { spec.rows() }
@@ -262,11 +273,17 @@ impl GroupedLinearCase {
         let [x_scales, w_scales] = self.of_launcher().scale_tensors(self.extents());
         let outs = axis("out_features", self.out_features).multiples(1, MAX_FEATURES);
         [
-            codes("x", &self.rows(ins)),
+            codes("x", &self.rows(of_x)),
             codes("w", &[self.experts_axis(), outs, of_w]),
             scales("x_scales", x_scales),
             scales("w_scales", w_scales),
         ]
+    }
+
+    /// The scales of x and of each expert's w as a whole, of NVFP4.
+    fn global_scales(&self) -> [TensorSpec; 2] {
+        let of = |name, axis| input(name, DType::F32, &[axis]).when(self.weights == Weights::Nvfp4);
+        [of("x_global_scale", axis("one", 1)), of("w_global_scale", self.experts_axis())]
     }
 
     /// The rows of each expert.
@@ -300,7 +317,7 @@ impl Operator for GroupedLinear {
     const ABOUT: About = About {
         name: "grouped_linear",
         family: Family::Experts,
-        summary: "rows of experts times their FP8 or MXFP4 weights, sorted by expert or apart with counts",
+        summary: "rows of experts times their FP8, MXFP4 or NVFP4 weights, sorted by expert or apart with counts",
         specification: &["inference 5.5", "inference 5.7", "inference 11.1", "inference 11.3"],
         paths: &[
             "grouped_linear_large<fp8>",
@@ -312,6 +329,9 @@ impl Operator for GroupedLinear {
             "grouped_linear_large<mxfp4, 32>",
             "grouped_linear_small<mxfp4, 32>",
             "grouped_linear_scalar<mxfp4, 32>",
+            "grouped_linear_large<nvfp4>",
+            "grouped_linear_small<nvfp4>",
+            "grouped_linear_scalar<nvfp4>",
             "grouped_linear_hopper<16>",
             "grouped_linear_hopper<64>",
             "grouped_linear_hopper<8, mxfp4, 128>",
@@ -345,12 +365,13 @@ impl Operator for GroupedLinear {
             Grouping::Masked => state("y", dtype, &rows).drawn(Distribution::Normal, 1.0),
         };
         let y = if c.codes == Codes::Exact { y.exact() } else { y };
-        Specs::new(c.data.seed, c.operands().into_iter().chain(c.lists()).chain([y.rows()]))
+        let given = c.operands().into_iter().chain(c.global_scales()).chain(c.lists());
+        Specs::new(c.data.seed, given.chain([y.rows()]))
     }
 
     fn check(c: &GroupedLinearCase) -> Result<(), Refused> {
-        if !matches!(c.weights, Weights::Fp8 | Weights::Mxfp4) {
-            return refuse("weights", "experts have FP8 or MXFP4 weights");
+        if c.weights == Weights::Bf16 {
+            return refuse("weights", "experts have FP8, MXFP4 or NVFP4 weights");
         }
         MoeMapCase::check_alignment(c.alignment)?;
         Linear::check(&c.of_one())
@@ -366,47 +387,7 @@ impl Operator for GroupedLinear {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearCase> {
-        let [slots, experts, features] =
-            profile.of([[30usize, 6, 150], [150, 20, 260], [600, 60, 1200]]);
-        let features = move || prop_oneof![3 => extent(features, 16), 1 => 1..=features];
-        let rows = (
-            extent(slots, 8),
-            select(Experts::ALL.to_vec()),
-            1..=experts,
-            any::<bool>(),
-            0..12usize,
-        );
-        let alignment = select(vec![1usize, 4, 8, 37, 64, 128]);
-        let format = (select(FORMATS.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
-        let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
-        let codes =
-            select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
-        let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
-        (rows, alignment, [features(), features()], format, held)
-            .prop_map(
-                |(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
-                    let (num_slots, experts, num_experts, is_masked, spare) = rows;
-                    let case = match is_masked {
-                        true => masked(
-                            [num_slots, num_experts, num_slots.div_ceil(num_experts) + spare],
-                            features,
-                        ),
-                        false => sorted([num_slots, num_experts], alignment, features),
-                    };
-                    let num_rows = if is_masked { case.num_rows } else { case.num_rows + spare };
-                    let case = GroupedLinearCase {
-                        num_rows,
-                        experts,
-                        layout,
-                        codes,
-                        expected_rows,
-                        data,
-                        ..case
-                    };
-                    fitted(case, format)
-                },
-            )
-            .boxed()
+        drawn(profile, &FORMATS)
     }
 
     fn typical() -> Vec<GroupedLinearCase> {
@@ -423,6 +404,8 @@ impl Operator for GroupedLinear {
                 .then(|case| mxfp4(128, case))
                 .then(in_layout(ScaleLayout::Blocked)),
             sorted([13, 4], 1, [24, 160]).then(|case| mxfp4(128, case)).then(hopper),
+            sorted([13, 4], 4, [24, 96]).then(nvfp4),
+            masked([9, 3, 6], [24, 96]).then(nvfp4).then(in_layout(ScaleLayout::Blocked)),
             masked([9, 3, 6], [24, 96])
                 .then(|case| mxfp4(32, case))
                 .then(hopper)
@@ -560,6 +543,21 @@ impl Operator for GroupedLinear {
                 .then(hopper)
                 .then(exact),
         ];
+        cases.extend([
+            sorted([20, 5], 4, [72, 96]).then(nvfp4).then(exact),
+            sorted([19, 3], 1, [20, 160])
+                .then(with(Experts::One))
+                .then(nvfp4)
+                .then(in_layout(mn))
+                .then(expecting(40))
+                .then(exact),
+            masked([33, 9, 7], [130, 42]).then(nvfp4).then(in_layout(tiles)).then(exact),
+            sorted([12, 4], 8, [9, 352]).then(nvfp4).then(in_layout(tiles)).then(any),
+            sorted([133, 3], 8, [136, 224])
+                .then(nvfp4)
+                .then(with(Experts::One))
+                .then(expecting(100)),
+        ]);
         for group in [128, 32] {
             let of = |case| mxfp4(group, case);
             cases.extend([
@@ -633,7 +631,7 @@ impl Operator for GroupedLinear {
 
     fn amend(c: &GroupedLinearCase, tensors: &mut Tensors) -> OracleResult<()> {
         let one = c.of_one();
-        set_codes(&one, "x", true, tensors);
+        set_codes(&one, "x", c.weights != Weights::Nvfp4, tensors);
         set_codes(&one, "w", c.weights == Weights::Fp8, tensors);
         // Large x has large scales.
         let exponents = [c.data.magnitude.log2().round() as i32, 0];
@@ -643,6 +641,16 @@ impl Operator for GroupedLinear {
         tensors.set_i32s("counts", &c.counts());
         if !c.is_masked() {
             tensors.set_i32s("expert_offsets", &c.offsets());
+        }
+        if c.weights == Weights::Nvfp4 {
+            let exact = c.codes == Codes::Exact;
+            tensors.set("x_global_scale", &[if exact { 0.25 } else { 0.011 }]);
+            // An expert's own, up to four times that of the first one.
+            let of_expert = |expert: usize| match exact {
+                true => 0.25 * 2f64.powi((expert % 3) as i32),
+                false => 0.37 * (1.0 + (expert * 5 % 8) as f64 * 0.43),
+            };
+            tensors.set("w_global_scale", &(0..c.num_experts).map(of_expert).collect::<Vec<_>>());
         }
         spoil_what_nobody_reads(c, tensors);
         Ok(())
@@ -738,6 +746,40 @@ impl Operator for GroupedLinear {
     }
 }
 
+/// Draws cases of these formats.
+pub(crate) fn drawn(
+    profile: Profile,
+    formats: &[(Weights, usize)],
+) -> BoxedStrategy<GroupedLinearCase> {
+    let [slots, experts, features] =
+        profile.of([[30usize, 6, 150], [150, 20, 260], [600, 60, 1200]]);
+    let features = move || prop_oneof![3 => extent(features, 16), 1 => 1..=features];
+    let rows =
+        (extent(slots, 8), select(Experts::ALL.to_vec()), 1..=experts, any::<bool>(), 0..12usize);
+    let alignment = select(vec![1usize, 4, 8, 37, 64, 128]);
+    let format = (select(formats.to_vec()), Float::strategy(), any::<bool>(), any::<bool>());
+    let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
+    let codes =
+        select(vec![Codes::Drawn, Codes::Drawn, Codes::Any, Codes::Exact, Codes::LargeScales]);
+    let held = (layout, codes, select(vec![1usize, 40, 200, 300]), Data::strategy(-30..=30));
+    (rows, alignment, [features(), features()], format, held)
+        .prop_map(|(rows, alignment, features, format, (layout, codes, expected_rows, data))| {
+            let (num_slots, experts, num_experts, is_masked, spare) = rows;
+            let case = match is_masked {
+                true => masked(
+                    [num_slots, num_experts, num_slots.div_ceil(num_experts) + spare],
+                    features,
+                ),
+                false => sorted([num_slots, num_experts], alignment, features),
+            };
+            let num_rows = if is_masked { case.num_rows } else { case.num_rows + spare };
+            let case =
+                GroupedLinearCase { num_rows, experts, layout, codes, expected_rows, data, ..case };
+            fitted(case, format)
+        })
+        .boxed()
+}
+
 /// Limits a drawn case to what the format supports.
 fn fitted(
     case: GroupedLinearCase,
@@ -776,7 +818,9 @@ fn spoil_what_nobody_reads(c: &GroupedLinearCase, tensors: &mut Tensors) {
     let of_rows: Vec<bool> = owners.iter().map(Option::is_some).collect();
     let has_rows: Vec<bool> =
         (0..c.num_experts).map(|expert| owners.contains(&Some(expert))).collect();
-    spoil(tensors.bytes_mut("x"), c.in_features, &of_rows, NAN);
+    if c.weights != Weights::Nvfp4 {
+        spoil(tensors.bytes_mut("x"), c.in_features, &of_rows, NAN);
+    }
     if c.weights == Weights::Fp8 {
         spoil(tensors.bytes_mut("w"), c.out_features * c.in_features, &has_rows, NAN);
     }
@@ -819,6 +863,11 @@ fn laws_of_scales(c: &GroupedLinearCase, laws: &mut Laws<'_, GroupedLinear>) {
     if c.is_masked() {
         return;
     }
+    if c.weights == Weights::Nvfp4 {
+        laws.scale("the scale of x counts once", "x_global_scale", 0.5, &[("y", 0.5)]);
+        laws.scale("the scales of w count once", "w_global_scale", 0.5, &[("y", 0.5)]);
+        return;
+    }
     for (law, name) in
         [("scales of x count once", "x_scales"), ("scales of w count once", "w_scales")]
     {
@@ -840,7 +889,10 @@ pub(crate) fn laws_of_rows<K: Operator>(
 ) {
     let owners = Rc::new(c.experts_of_rows());
     let real: Vec<usize> = (0..owners.len()).filter(|&row| owners[row].is_some()).collect();
-    let width = c.in_features;
+    let (width, signs_of_x) = match c.weights {
+        Weights::Nvfp4 => (c.in_features / 2, 0x88),
+        _ => (c.in_features, 0x80),
+    };
     if real.len() < owners.len() {
         let others = owners.clone();
         laws.alike("rows of nobody may hold anything", Relation::Times(1.0), |v| {
@@ -858,7 +910,7 @@ pub(crate) fn laws_of_rows<K: Operator>(
             turn(
                 &mut v.tensors.bytes_mut("x").unwrap_or_default()
                     [middle * width..(middle + 1) * width],
-                0x80,
+                signs_of_x,
             )
         },
         equal_rows(written, Rc::new(move |row| row != middle)),
@@ -867,7 +919,8 @@ pub(crate) fn laws_of_rows<K: Operator>(
     if owners.iter().all(|owner| *owner == Some(expert)) {
         return;
     }
-    let (signs, row) = if c.weights == Weights::Fp8 { (0x80, width) } else { (0x88, width / 2) };
+    let (signs, row) =
+        if c.weights == Weights::Fp8 { (0x80, width) } else { (0x88, c.in_features / 2) };
     let own = expert * c.out_features * row..(expert + 1) * c.out_features * row;
     laws.law(
         "an expert's weights are nothing to others",
@@ -941,8 +994,8 @@ impl GroupedLinearCase {
         let Self { out_features, in_features, .. } = *self;
         let rows: usize = self.rows_of_experts().into_iter().sum();
         let with_rows = self.rows_of_experts().into_iter().filter(|&rows| rows > 0).count();
-        let row_bytes: usize = self.of_launcher().quantized.row_bytes(in_features)[1];
-        let bytes = with_rows * out_features * row_bytes + rows * (in_features + written);
+        let [of_x, of_w] = self.of_launcher().quantized.row_bytes(in_features);
+        let bytes = with_rows * out_features * of_w + rows * (of_x + written);
         [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
     }
 

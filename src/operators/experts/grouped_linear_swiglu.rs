@@ -25,8 +25,8 @@ use crate::operator::prelude::*;
 use crate::operator::tensors::permuted_along;
 use crate::operator::{Grid, Pooling};
 use crate::operators::experts::grouped_linear::{
-    GroupedLinear, GroupedLinearCase, batches_of_experts, keep_experts_of, laws_of_rows, masked,
-    mxfp4,
+    GroupedLinear, GroupedLinearCase, OF_E4M3, batches_of_experts, drawn, keep_experts_of,
+    laws_of_rows, masked, mxfp4,
 };
 use crate::operators::experts::grouped_linear::{of_whole_case, sorted};
 use crate::operators::experts::moe_map::Experts;
@@ -330,6 +330,9 @@ impl Operator for GroupedLinearSwiglu {
     }
 
     fn check(c: &GroupedLinearSwigluCase) -> Result<(), Refused> {
+        if !matches!(c.product.weights, Weights::Fp8 | Weights::Mxfp4) {
+            return refuse("weights", "the rows that it writes are those of FP8 or MXFP4 weights");
+        }
         if c.product.output != Float::Bf16 {
             return refuse("output", "gate and up are rounded to bf16");
         }
@@ -363,7 +366,7 @@ impl Operator for GroupedLinearSwiglu {
         let layout = select(vec![ScaleLayout::Plain, ScaleLayout::MnMajor, ScaleLayout::Blocked]);
         let written = (select(vec![Group::Row32, Group::Row128]), scale, layout, any::<bool>());
         let rows = (any::<bool>(), any::<bool>(), select(vec![10.0f32, 1.0, 0.7]));
-        (GroupedLinear::strategy(profile), rows, written, Data::strategy(-32..=-16))
+        (drawn(profile, &OF_E4M3), rows, written, Data::strategy(-32..=-16))
             .prop_map(
                 |(
                     product,
