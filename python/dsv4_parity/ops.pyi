@@ -2380,15 +2380,17 @@ def grouped_linear(
     counts: Tensor,
     expert_offsets: Tensor | None = None,
     y: Tensor | None = None,
+    x_global_scale: Tensor | None = None,
+    w_global_scale: Tensor | None = None,
     *,
     expected_rows: int | None = None,
     group: int = 128,
     layout: Literal['plain', 'mn_major', 'blocked'] = 'plain',
     output: Literal['bf16', 'f32'] = 'bf16',
-    weights: Literal['fp8', 'mxfp4'] | None = None,
+    weights: Literal['fp8', 'mxfp4', 'nvfp4'] | None = None,
     out: Any = None,
 ) -> Tensor:
-    """Rows of experts times their FP8 or MXFP4 weights, sorted by expert or apart with counts.
+    """Rows of experts times their FP8, MXFP4 or NVFP4 weights, sorted by expert or apart with counts.
 
     Specification: inference 5.5, inference 5.7, inference 11.1, inference 11.3.
 
@@ -2400,11 +2402,13 @@ def grouped_linear(
         counts: [num_experts] i32.
         expert_offsets: [num_experts_and_one] i32; may be absent.
         y: [num_experts, num_rows, out_features] bf16 or f32, overwritten in part; may be absent.
+        x_global_scale: [one] f32; may be absent.
+        w_global_scale: [num_experts] f32; may be absent.
         expected_rows: a number.
         group: a number; the model's is 128.
         layout: one of plain, mn_major, blocked; the model's is plain.
         output: one of bf16, f32; the model's is bf16.
-        weights: one of fp8, mxfp4.
+        weights: one of fp8, mxfp4, nvfp4.
         out: Results to write, as this returns them.
 
     Returns:

@@ -24,7 +24,7 @@ use crate::attention::sparse_attention::{self, Value};
 use crate::cache::compressor::{self, Epilogue, Finish};
 use crate::cache::kv_cache::RowFormat;
 use crate::error::Result;
-use crate::experts::moe::{self, PlainProducts, QuantizedProducts};
+use crate::experts::moe::{self, Nvfp4Products, PlainProducts, QuantizedProducts};
 use crate::format::Format;
 use crate::formats::hadamard;
 use crate::formats::scale_layout::ScaleLayout;
@@ -442,6 +442,9 @@ impl Model {
         let (routed, shared) = (of(Weights::Mxfp4), of(Weights::Fp8));
         let found = match is_plain(w) {
             true => moe::forward(&inputs, &layer, &PlainProducts { inputs: w }, rounding)?,
+            false if w.get("w1").is_some() => {
+                moe::forward(&inputs, &layer, &Nvfp4Products { inputs: w, shared }, rounding)?
+            }
             false => {
                 let products = QuantizedProducts { inputs: w, routed, shared };
                 moe::forward(&inputs, &layer, &products, rounding)?

@@ -77,6 +77,7 @@ impl Site<'_> {
         Some(match operator {
             "rms_norm" => eps,
             "quantize_fp8" => with(quantized(), json!({ "task": "quantize" })),
+            "quantize_nvfp4" => json!({ "task": "quantize", "layout": "plain" }),
             "linear" => self.linear(),
             "query_norm_rope" => with(self.table(), eps),
             "rope" => with(self.table(), json!({ "inverse": true })),
@@ -134,8 +135,12 @@ impl Site<'_> {
             json!({ "num_experts": self.config.num_experts, "alignment": 1,
                 "spare_positions": 0, "expected_rows": 1 })
         };
+        let (weights, group) = match self.tensors.contains_key("w_global_scale") {
+            true => ("nvfp4", 16),
+            false => ("mxfp4", 128),
+        };
         let products = || {
-            let formats = json!({ "group": 128, "weights": "mxfp4", "layout": "plain",
+            let formats = json!({ "group": group, "weights": weights, "layout": "plain",
                 "output": "bf16", "grouping": "contiguous" });
             with(rows(), formats)
         };
@@ -149,6 +154,7 @@ impl Site<'_> {
                     "product_layout": "plain", "product_scale": "e8m0", "round_to_bf16": true,
                     "weighted": true }),
             ),
+            "swiglu" => json!({ "limit": limit, "padding_rows": false }),
             "swiglu_quantize" => with(
                 quantized(),
                 json!({ "limit": limit, "round_to_bf16": true, "padding_rows": false }),

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use dsv4_kernels::cache::cache_layout::LayerKind;
 use dsv4_kernels::model::checkpoint::Checkpoint;
 use dsv4_kernels::model::checkpoint::tensors::{self, LayerId, TensorSpec};
-use dsv4_kernels::model::config::Config;
+use dsv4_kernels::model::config::{Config, ExpertFormat};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_runtime::Device;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
@@ -40,6 +40,9 @@ pub struct CheckpointArguments {
     /// Routed experts
     #[arg(long, value_name = "N", default_value_t = 8)]
     experts: usize,
+    /// How the experts of main layers are stored; those of an MTP module are MXFP4
+    #[arg(long, value_enum, default_value_t = Experts::Mxfp4)]
+    expert_format: Experts,
     /// Experts of a token
     #[arg(long, value_name = "N", default_value_t = 2)]
     topk: usize,
@@ -58,7 +61,17 @@ pub struct CheckpointArguments {
 }
 
 /// The options that a configuration replaces.
-const SIZES: [&str; 7] = ["layers", "hidden", "vocab", "experts", "topk", "hash_layers", "mtp"];
+const SIZES: [&str; 8] =
+    ["layers", "hidden", "vocab", "experts", "expert_format", "topk", "hash_layers", "mtp"];
+
+/// The format of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Experts {
+    /// As released: e2m1 with an e8m0 scale for each 32 values
+    Mxfp4,
+    /// As third parties have them: e2m1 with an e4m3 scale for each 16 values and one of the matrix
+    Nvfp4,
+}
 
 /// The kind of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -114,6 +127,10 @@ impl CheckpointArguments {
                 topk: self.topk,
                 num_hash_layers: self.hash_layers,
                 num_mtp_layers: self.mtp,
+                expert_format: match self.expert_format {
+                    Experts::Mxfp4 => ExpertFormat::Mxfp4,
+                    Experts::Nvfp4 => ExpertFormat::Nvfp4,
+                },
             }
             .config()
             .to_json(),

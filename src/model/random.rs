@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use dsv4_kernels::cache::cache_layout::LayerKind;
 use dsv4_kernels::model::checkpoint::INDEX;
 use dsv4_kernels::model::checkpoint::tensors::{Format, LayerId, TensorSpec, of_layer, shared};
-use dsv4_kernels::model::config::{Config, FILE, Yarn};
+use dsv4_kernels::model::config::{Config, ExpertFormat, FILE, Yarn};
 use dsv4_reference::formats::quantize_fp8::{self, Group};
 use dsv4_reference::formats::quantize_mxfp4;
+use dsv4_reference::formats::quantize_nvfp4;
 use dsv4_reference::formats::scale_layout::ScaleLayout;
 use dsv4_reference::quantize::ScaleType;
 use dsv4_reference::{Named, Result as OracleResult};
@@ -45,6 +46,8 @@ pub struct Sizes {
     pub num_hash_layers: usize,
     /// MTP modules, 0 or 1.
     pub num_mtp_layers: usize,
+    /// How the experts of main layers are stored.
+    pub expert_format: ExpertFormat,
 }
 
 impl Sizes {
@@ -69,6 +72,7 @@ impl Sizes {
             num_experts: self.num_experts,
             topk: self.topk,
             expert_width: 128 * scale,
+            expert_format: self.expert_format,
             route_scale: 1.5,
             swiglu_limit: 10.0,
             rope_theta: 10_000.0,
@@ -196,13 +200,15 @@ fn write_shard(
     // The scales of quantized weights follow the codes, in the list as in what is made.
     let of = |(at, spec): (usize, &TensorSpec)| -> Result<Vec<(String, Stored)>, RandomError> {
         let made = match spec.format {
-            Format::E8m0 => return Ok(Vec::new()),
+            Format::E8m0 | Format::Nvfp4Scales => return Ok(Vec::new()),
+            Format::F32 if spec.is_global_scale() => return Ok(Vec::new()),
+            Format::Nvfp4Pairs => {
+                let made = nvfp4(spec, seed).map_err(failed(spec))?;
+                let parts = specs[at..].iter().zip(made);
+                parts.map(|(spec, bytes)| (spec.name.clone(), stored(spec, bytes))).collect()
+            }
             Format::E4m3 | Format::E2m1Pairs => {
-                let failed = |error: dsv4_reference::Error| RandomError::Quantize {
-                    name: spec.name.clone(),
-                    reason: error.to_string(),
-                };
-                let [codes, scales] = quantized(spec, seed).map_err(failed)?;
+                let [codes, scales] = quantized(spec, seed).map_err(failed(spec))?;
                 let scale = &specs[at + 1];
                 vec![
                     (spec.name.clone(), stored(spec, codes)),
@@ -224,6 +230,11 @@ fn write_shard(
         let (path, reason) = (path.to_owned(), error.to_string());
         RandomError::Shard { path, reason }
     })
+}
+
+/// What an oracle's refusal to quantize a tensor is to the caller.
+fn failed(spec: &TensorSpec) -> impl Fn(dsv4_reference::Error) -> RandomError + '_ {
+    |error| RandomError::Quantize { name: spec.name.clone(), reason: error.to_string() }
 }
 
 fn stored(spec: &TensorSpec, bytes: Vec<u8>) -> Stored {
@@ -278,6 +289,25 @@ fn quantized(spec: &TensorSpec, seed: u64) -> OracleResult<[Vec<u8>; 2]> {
         Ok(elements(found.tensor(name)?)?.into_iter().map(|byte| byte as u8).collect())
     };
     Ok([bytes("codes")?, bytes("scales")?])
+}
+
+/// Codes, scales, the scale of the matrix and that of its inputs, of NVFP4.
+fn nvfp4(spec: &TensorSpec, seed: u64) -> OracleResult<[Vec<u8>; 4]> {
+    let (rows, columns) = (spec.shape[0], 2 * spec.shape[1]);
+    let numbers = weight(&spec.name, [rows, columns], seed);
+    let numbers = HostTensor::from_f64(DType::Bf16, &[rows, columns], &numbers).to_f64();
+    let x = Named::new().with("x", tensor(numbers, &[rows, columns])?);
+    let global = quantize_nvfp4::global_scale(&x)?.tensor("global_scale")?.clone();
+    let found =
+        quantize_nvfp4::quantize(&x.with("global_scale", global.clone()), ScaleLayout::Plain)?;
+    let bytes = |name| -> OracleResult<Vec<u8>> {
+        Ok(elements(found.tensor(name)?)?.into_iter().map(|byte| byte as u8).collect())
+    };
+    // The largest of some hundred normal values, over the largest code; no two experts' are equal.
+    let input = Draw::new(seed, &spec.name).values(Distribution::Uniform, 1, 1, 1.0)[0];
+    let fp32 = |value: f64| (value as f32).to_le_bytes().to_vec();
+    let scale = elements(&global)?[0];
+    Ok([bytes("codes")?, bytes("scales")?, fp32(scale), fp32((4.0 + input) / 2688.0)])
 }
 
 /// The table of a hashed router: for each token different experts.

@@ -6,6 +6,7 @@ use std::path::Path;
 use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
+use dsv4_kernels::model::config::ExpertFormat;
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::blame::calls::{self, Called};
@@ -25,7 +26,10 @@ const BLAME: [&str; 2] = ["src/blame/", "kernels/src/model/"];
 
 /// A checkpoint of these layers with an MTP module.
 fn checkpoint(layers: &[LayerKind]) -> (Checkpoint, tempfile::TempDir) {
-    let sizes = Sizes { num_mtp_layers: 1, ..sizes(layers) };
+    checkpoint_of(Sizes { num_mtp_layers: 1, ..sizes(layers) })
+}
+
+fn checkpoint_of(sizes: Sizes) -> (Checkpoint, tempfile::TempDir) {
     let folder = tempfile::tempdir().expect("a folder");
     random::write(folder.path(), &sizes.config(), 1, &|_, _| {}).expect("a checkpoint");
     (Checkpoint::open(folder.path()).expect("a checkpoint"), folder)
@@ -75,6 +79,25 @@ fn every_call_of_a_right_model_is_within_its_own_budget_and_errors_grow() {
     // The first layer inherits nothing before anything was rounded.
     let first = blame.findings.iter().find(|finding| finding.place.operator == "mhc_mix");
     assert!(first.expect("a mix").errors.iter().all(|error| error.inherited == 0.0));
+}
+
+#[test]
+fn every_call_of_a_model_with_nvfp4_experts_is_within_its_own_budget() {
+    let sizes = Sizes { expert_format: ExpertFormat::Nvfp4, ..sizes(&[Window]) };
+    let (checkpoint, _folder) = checkpoint_of(Sizes { num_mtp_layers: 1, ..sizes });
+    let calls = recorded(device(), &checkpoint).expect("calls");
+    let of = |name: &str| {
+        calls
+            .iter()
+            .filter(|call| call.place.operator == name && call.place.layer == Some(0))
+            .count()
+    };
+    // A chunk and a decoded token: two quantized rows and three products each.
+    assert_eq!(["quantize_nvfp4", "swiglu", "grouped_linear"].map(of), [2, 1, 3]);
+    let blame = Blame { run: String::new(), num_layers: Some(1), findings: judge::all(&calls) };
+    let skipped: Vec<_> = blame.skipped().collect();
+    assert!(skipped.is_empty(), "{skipped:#?}");
+    assert!(blame.first().is_none(), "{:#?}", blame.first());
 }
 
 /// Bugs of kernels of the path, each with the operator to blame.

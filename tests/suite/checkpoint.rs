@@ -7,7 +7,7 @@ use std::path::Path;
 use dsv4_kernels::cache::cache_layout::LayerKind::{Csa, Hca, Window};
 use dsv4_kernels::model::checkpoint::tensors::{LayerId, all};
 use dsv4_kernels::model::checkpoint::{Checkpoint, INDEX};
-use dsv4_kernels::model::config::{Config, FILE};
+use dsv4_kernels::model::config::{Config, ExpertFormat, FILE};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::model::random::{self, RandomError, Sizes};
 use dsv4_reference::Named;
@@ -29,6 +29,7 @@ fn small() -> Config {
         topk: 2,
         num_hash_layers: 1,
         num_mtp_layers: 1,
+        expert_format: ExpertFormat::Mxfp4,
     }
     .config()
 }

@@ -7,6 +7,7 @@ use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
 use dsv4_kernels::cache::cache_manager::{CacheError, SequenceId};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
+use dsv4_kernels::model::config::ExpertFormat;
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, ModelError, Sampling};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::model::random::{self, Sizes};
@@ -34,6 +35,7 @@ pub(crate) fn sizes(layers: &[LayerKind]) -> Sizes {
         topk: 2,
         num_hash_layers: 1,
         num_mtp_layers: 0,
+        expert_format: ExpertFormat::Mxfp4,
     }
 }
 
@@ -359,10 +361,17 @@ fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
     const RUNS: u64 = 16;
     // Texts in which no rounding changes the choice of an expert: a choice that falls the other way
     // moves a run by more than all roundings.
-    let cases: [(&[LayerKind], usize, u32); 4] =
-        [(&[Window], 12, 7), (&[Csa], 18, 7), (&[Hca], 132, 7), (&[Window, Csa], 10, 14)];
-    for (layers, tokens, seed) in cases {
-        let (config, folder) = (sizes(layers).config(), tempfile::tempdir().expect("a folder"));
+    let (mxfp4, nvfp4) = (ExpertFormat::Mxfp4, ExpertFormat::Nvfp4);
+    let cases: [(&[LayerKind], usize, u32, ExpertFormat); 5] = [
+        (&[Window], 12, 7, mxfp4),
+        (&[Csa], 18, 7, mxfp4),
+        (&[Hca], 132, 7, mxfp4),
+        (&[Window, Csa], 10, 14, mxfp4),
+        (&[Window], 12, 7, nvfp4),
+    ];
+    for (layers, tokens, seed, expert_format) in cases {
+        let config = Sizes { expert_format, ..sizes(layers) }.config();
+        let folder = tempfile::tempdir().expect("a folder");
         random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
         let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
         let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
@@ -384,7 +393,9 @@ fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
         let found: Vec<f64> =
             logits(&mut model, &text, &steps).concat().into_iter().map(f64::from).collect();
         let own = distance(&found, &exact);
-        println!("{layers:?}: kernels {own}, allowed {allowed}, working runs {distances:?}");
+        println!(
+            "{layers:?} {expert_format:?}: kernels {own}, allowed {allowed}, working runs {distances:?}"
+        );
         assert!(own <= allowed, "{layers:?}: {own} from the exact logits, allowed {allowed}");
         // A wrong number is seen.
         let changes: [fn(&mut oracle::Model); 3] = [

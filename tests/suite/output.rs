@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use dsv4_kernels::cache::cache_layout::LayerKind;
+use dsv4_kernels::model::config::ExpertFormat;
 use dsv4_parity::model::random::{self, Sizes};
 use dsv4_parity::mutants::planted;
 use dsv4_parity::operators::registry;
@@ -55,6 +56,7 @@ impl Scene {
             topk: 1,
             num_hash_layers: 0,
             num_mtp_layers: 0,
+            expert_format: ExpertFormat::Mxfp4,
         };
         let tiny = scene.dir.path().join("tiny");
         random::write(&tiny, &sizes.config(), 1, &|_, _| {}).expect("a checkpoint");

@@ -5,6 +5,7 @@
 use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Window};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
+use dsv4_kernels::model::config::ExpertFormat;
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, Sampling};
 use dsv4_kernels::model::tap::{Site, Tap};
 use dsv4_kernels::model::weights::Weights;
@@ -237,7 +238,12 @@ fn a_counter_of_the_sampler_for_each_slot_is_seen() {
 
 /// The logits of a model whose weights were changed after they were loaded.
 fn of_weights(change: fn(&mut Vec<Views>)) -> Vec<Vec<f32>> {
-    let sizes = Sizes { num_hash_layers: 0, ..sizes(&[Window]) };
+    of_weights_in(ExpertFormat::Mxfp4, change)
+}
+
+/// The same of a model with experts of this format.
+fn of_weights_in(expert_format: ExpertFormat, change: fn(&mut Vec<Views>)) -> Vec<Vec<f32>> {
+    let sizes = Sizes { num_hash_layers: 0, expert_format, ..sizes(&[Window]) };
     let (config, folder) = (sizes.config(), tempfile::tempdir().expect("a folder"));
     random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
     let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
@@ -247,6 +253,35 @@ fn of_weights(change: fn(&mut Vec<Views>)) -> Vec<Vec<f32>> {
         Model::new(device(), &config, weights, LIMITS, Implementation::Portable).expect("a model");
     let sequence = admitted(&mut model);
     logits_in(&mut model, sequence, &text(6, 8), &[8])
+}
+
+/// FM-116: one scale for gate and up, which each have their own, and one of another product's inputs.
+#[test]
+fn scales_of_nvfp4_experts_that_a_loader_confuses_change_the_logits() {
+    if left_out(&SEAMS) {
+        return;
+    }
+    let of = |change| of_weights_in(ExpertFormat::Nvfp4, change);
+    let right = of(|_| {});
+    let changes: [fn(&mut Vec<Views>); 3] = [
+        |layers| {
+            let gate = layers[0]["w1_global_scale"].clone();
+            layers[0].put("w3_global_scale", gate);
+        },
+        |layers| {
+            let up = layers[0]["w3"].clone();
+            let gate = layers[0]["w1"].clone();
+            layers[0].put("w1", up);
+            layers[0].put("w3", gate);
+        },
+        |layers| {
+            let down = layers[0]["w2_input_scale"].clone();
+            layers[0].put("w13_input_scale", down);
+        },
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        assert!(first_difference(&right, &of(change)).is_some(), "change {number}");
+    }
 }
 
 /// FM-176: a loader that swaps gate and up, and one that takes another layer's norm.

@@ -18,6 +18,7 @@ use crate::formats::hadamard;
 use crate::indexer::indexer_logits::MAX_HEADS;
 use crate::indexer::indexer_query::ROPE_DIM;
 use crate::indexer::topk;
+use crate::model::checkpoint::tensors::NVFP4_GROUP;
 use crate::projections::linear::BLOCK;
 use crate::projections::rms_norm::MAX_WIDTH;
 use crate::streams::mhc_post::NUM_STREAMS;
@@ -26,6 +27,8 @@ use crate::streams::mhc_post::NUM_STREAMS;
 pub const FILE: &str = "config.json";
 const ARCHITECTURE: &str = "DeepseekV4ForCausalLM";
 const MODEL_TYPE: &str = "deepseek_v4";
+/// What a configuration calls NVFP4 experts.
+const NVFP4: &str = "NVFP4";
 
 /// The YaRN interpolation of the table "compress" (inference 4.1).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,6 +41,18 @@ pub struct Yarn {
     pub beta_fast: f64,
     /// Rotations within it below which a frequency is divided.
     pub beta_slow: f64,
+}
+
+/// The format of the routed experts of main layers. Those of an MTP module are MXFP4 in every
+/// released checkpoint.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ExpertFormat {
+    /// e2m1 with an e8m0 scale for each 32 values of a row.
+    #[default]
+    Mxfp4,
+    /// e2m1 with an e4m3 scale for each 16 values of a row and an fp32 scale of the matrix, as
+    /// checkpoints of third parties have them (inference 5.6).
+    Nvfp4,
 }
 
 /// A model's configuration: every field of inference 14. Sizes are in elements.
@@ -77,6 +92,8 @@ pub struct Config {
     pub topk: usize,
     /// Channels of an expert.
     pub expert_width: usize,
+    /// How the experts of main layers are stored.
+    pub expert_format: ExpertFormat,
     /// Multiplies the routing weights.
     pub route_scale: f64,
     /// Clamps gate and up of the experts.
@@ -203,6 +220,25 @@ impl Fields<'_> {
         }
     }
 
+    /// The format of the experts, which a released checkpoint does not name.
+    fn expert_format(&mut self) -> ExpertFormat {
+        let quantization = self.object.get("quantization_config");
+        let of = |name: &str| quantization.and_then(|all| all.get(name)).cloned();
+        match of("moe_quant_algo").unwrap_or(Value::Null) {
+            Value::Null => return ExpertFormat::Mxfp4,
+            Value::String(name) if name == NVFP4 => {}
+            value => {
+                let reason = format!("is {value}: only \"{NVFP4}\" is supported");
+                self.refuse("quantization_config.moe_quant_algo", reason);
+            }
+        }
+        if let Some(size) = of("group_size").filter(|size| *size != json!(NVFP4_GROUP)) {
+            let reason = format!("is {size}: only {NVFP4_GROUP} is supported");
+            self.refuse("quantization_config.group_size", reason);
+        }
+        ExpertFormat::Nvfp4
+    }
+
     fn multiple(&mut self, field: &str, value: usize, multiple: usize, most: usize) {
         let named = self.problems.iter().any(|problem| problem.field == field);
         if !named && (value == 0 || !value.is_multiple_of(multiple) || value > most) {
@@ -318,6 +354,7 @@ impl Config {
             num_experts: fields.whole("n_routed_experts"),
             topk: fields.whole("num_experts_per_tok"),
             expert_width: fields.whole("moe_intermediate_size"),
+            expert_format: fields.expert_format(),
             route_scale: fields.positive("routed_scaling_factor"),
             swiglu_limit: fields.positive("swiglu_limit"),
             rope_theta: fields.positive("rope_theta"),
@@ -426,19 +463,30 @@ impl Config {
         format!("{:#}\n", Value::Object(all))
     }
 
+    /// How weights are quantized. Layers other than experts are FP8 in all checkpoints.
+    fn quantization_as_json(&self) -> Value {
+        let mut fields = json!({
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "scale_fmt": "ue8m0",
+        });
+        if self.expert_format == ExpertFormat::Nvfp4 {
+            fields["quant_algo"] = json!("MIXED_PRECISION");
+            fields["moe_quant_algo"] = json!(NVFP4);
+            fields["group_size"] = json!(NVFP4_GROUP);
+        }
+        fields
+    }
+
     fn sizes_as_json(&self) -> Value {
         json!({
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
             "bos_token_id": self.bos,
             "eos_token_id": self.eos,
-            "quantization_config": {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [BLOCK, BLOCK],
-                "scale_fmt": "ue8m0",
-            },
+            "quantization_config": self.quantization_as_json(),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.layers.len(),

@@ -5,10 +5,13 @@ use dsv4_runtime::{DType, Result, TensorView, Views};
 use crate::experts::grouped_linear::{self, Grouped, Grouping};
 use crate::experts::grouped_linear_swiglu;
 use crate::experts::swiglu_quantize::{self, Group};
-use crate::experts::{moe_expand, moe_map, moe_reduce, router};
+use crate::experts::{moe_expand, moe_map, moe_reduce, router, swiglu};
+use crate::formats::quantize_nvfp4;
 use crate::formats::scale_layout::ScaleType;
+use crate::implementation::Implementation;
+use crate::model::checkpoint::tensors::NVFP4_GROUP;
 use crate::model::step::Step;
-use crate::projections::linear::{BLOCK, ScaleLayout, Weights};
+use crate::projections::linear::{BLOCK, Quantized, ScaleLayout, Weights};
 
 /// Rows of experts need no alignment.
 const ALIGNMENT: usize = 1;
@@ -26,7 +29,10 @@ impl Step<'_, '_> {
     pub fn experts(&mut self, u: &TensorView, w: &Views) -> Result<TensorView> {
         let maps = self.route(u, w)?;
         let rows = self.expanded(u, &maps)?;
-        let y = self.routed(&rows, &maps, w)?;
+        let y = match w.get("w1") {
+            Some(_) => self.routed_nvfp4(&rows, &maps, w)?,
+            None => self.routed(&rows, &maps, w)?,
+        };
         let shared = self.shared_expert(u, w)?;
         let out = self.rows("y", DType::Bf16, self.config.hidden_size)?;
         let views = maps.only(&["token_topk_to_pos"]).with("y", &y);
@@ -134,6 +140,95 @@ impl Step<'_, '_> {
         let views = lists.with("x", &codes).with("x_scales", &scales).with("y", &y);
         let views = views.with("w", &w["w2"]).with("w_scales", &w["w2_scales"]);
         self.launch("grouped_linear", "w2", &views, |device, views| {
+            grouped_linear::forward(device, views, grouped)
+        })?;
+        Ok(y)
+    }
+
+    /// The same with NVFP4 weights. Gate and up are separate products: each has its own scale.
+    fn routed_nvfp4(
+        &mut self,
+        [rows, weights]: &[TensorView; 2],
+        maps: &Views,
+        w: &Views,
+    ) -> Result<TensorView> {
+        let width = self.config.expert_width;
+        let x = self.nvfp4_rows(["row_codes", "row_scales"], rows, &w["w13_input_scale"])?;
+        let input = &w["w13_input_scale"];
+        let gate = self.nvfp4_product(
+            ("expert_gate", width),
+            (&x, input),
+            [&w["w1"], &w["w1_scales"], &w["w1_global_scale"]],
+            maps,
+        )?;
+        let up = self.nvfp4_product(
+            ("expert_up", width),
+            (&x, input),
+            [&w["w3"], &w["w3_scales"], &w["w3_global_scale"]],
+            maps,
+        )?;
+        let product = self.buffers.view("expert_product", DType::Bf16, &gate.shape)?;
+        let views = Views::from([("gate", &gate), ("up", &up), ("y", &product)]);
+        let limit = self.config.swiglu_limit as f32;
+        self.launch(
+            "swiglu",
+            "expert_product",
+            &views.with("weight", weights),
+            |device, views| swiglu::launch(device, views, limit, false),
+        )?;
+        let names = ["product_codes", "product_scales"];
+        let product = self.nvfp4_rows(names, &product, &w["w2_input_scale"])?;
+        self.nvfp4_product(
+            ("expert_y", self.config.hidden_size),
+            (&product, &w["w2_input_scale"]),
+            [&w["w2"], &w["w2_scales"], &w["w2_global_scale"]],
+            maps,
+        )
+    }
+
+    /// Codes and scales of rows, by this scale of all of them.
+    fn nvfp4_rows(
+        &mut self,
+        [codes, scales]: [&'static str; 2],
+        x: &TensorView,
+        global_scale: &TensorView,
+    ) -> Result<[TensorView; 2]> {
+        let [rows, width] = [x.shape[0], x.shape[1]];
+        let codes = self.buffers.view(codes, DType::U8, &[rows, width / 2])?;
+        let scales = self.buffers.view(scales, DType::U8, &[rows, width / NVFP4_GROUP])?;
+        let views = Views::from([("x", x), ("codes", &codes), ("scales", &scales)]);
+        let views = views.with("global_scale", global_scale);
+        self.launch("quantize_nvfp4", &x.name, &views, |device, views| {
+            quantize_nvfp4::quantize(device, views, ScaleLayout::Plain)
+        })?;
+        Ok([codes, scales])
+    }
+
+    /// The products of experts' rows, in bf16, with that many features.
+    fn nvfp4_product(
+        &mut self,
+        (name, features): (&'static str, usize),
+        ([x, x_scales], x_global_scale): (&[TensorView; 2], &TensorView),
+        [w, w_scales, w_global_scale]: [&TensorView; 3],
+        maps: &Views,
+    ) -> Result<TensorView> {
+        let positions = x.shape[0];
+        let y = self.buffers.view(name, DType::Bf16, &[positions, features])?;
+        let workspace = self.buffers.workspace(grouped_linear::WORKSPACE_BYTES)?;
+        let views = maps.only(&["counts", "expert_offsets"]).with("workspace", &workspace);
+        let views = views.with("x", x).with("x_scales", x_scales).with("w", w);
+        let views = views.with("w_scales", w_scales).with("x_global_scale", x_global_scale);
+        let views = views.with("w_global_scale", w_global_scale).with("y", &y);
+        let grouped = Grouped {
+            quantized: Quantized {
+                group: NVFP4_GROUP,
+                implementation: Implementation::Portable,
+                ..self.quantized_products(Weights::Nvfp4)
+            },
+            grouping: Grouping::Contiguous,
+            expected_rows: positions.div_ceil(self.config.num_experts),
+        };
+        self.launch("grouped_linear", &w.name, &views, |device, views| {
             grouped_linear::forward(device, views, grouped)
         })?;
         Ok(y)

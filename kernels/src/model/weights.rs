@@ -4,7 +4,8 @@
 //!
 //! - norm weights, bf16 in the file, become fp32, which changes no value;
 //! - gate (w1) and up (w3) become one matrix, gate's rows first; so do the two projections of a
-//!   compressor, values first;
+//!   compressor, values first; gate and up of NVFP4 stay apart, since each has its own scale;
+//! - the scale of the inputs of NVFP4 products is the largest that the layer's experts have;
 //! - wo_a is decoded to bf16 (inference 16, O8);
 //! - the table of a hashed router becomes 32-bit.
 
@@ -12,8 +13,9 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use crate::cache::cache_layout::LayerKind;
 use crate::formats::quantize_fp8::{self, Group, ScaleLayout, ScaleType};
-use crate::model::checkpoint::tensors::{LayerId, MXFP4_GROUP};
+use crate::model::checkpoint::tensors::{LayerId, MXFP4_GROUP, NVFP4_GROUP};
 use crate::model::checkpoint::{Checkpoint, integers};
+use crate::model::config::ExpertFormat;
 use crate::model::memory::Memory;
 use crate::projections::linear::BLOCK;
 use crate::streams::mhc_mix::NUM_COLUMNS;
@@ -175,7 +177,13 @@ impl Loader<'_, '_> {
             }
         }
         self.attention(&format!("{id}.attn"), id.kind(self.checkpoint.config()))?;
-        self.experts(&format!("{id}.ffn"), id.is_hashed(self.checkpoint.config()))?;
+        let config = self.checkpoint.config();
+        self.router(&format!("{id}.ffn"), id.is_hashed(config))?;
+        match id.expert_format(config) {
+            ExpertFormat::Mxfp4 => self.mxfp4_experts(&format!("{id}.ffn"))?,
+            ExpertFormat::Nvfp4 => self.nvfp4_experts(&format!("{id}.ffn"))?,
+        }
+        self.shared_expert(&format!("{id}.ffn.shared_experts"))?;
         match id {
             LayerId::Mtp(_) => self.mtp(&id.to_string()),
             LayerId::Main(_) => Ok(()),
@@ -276,20 +284,25 @@ impl Loader<'_, '_> {
         Ok(())
     }
 
-    fn experts(&mut self, prefix: &str, hashed: bool) -> Result<()> {
+    fn router(&mut self, prefix: &str, hashed: bool) -> Result<()> {
         let config = self.checkpoint.config();
-        let (experts, hidden, width) =
-            (config.num_experts, config.hidden_size, config.expert_width);
+        let (experts, hidden) = (config.num_experts, config.hidden_size);
         let gate = [format!("{prefix}.gate.weight")];
         self.stored("gate", &gate, DType::Bf16, &[experts, hidden])?;
         if hashed {
             let ids = integers(self.checkpoint.bytes(&format!("{prefix}.gate.tid2eid")));
             // The loader has checked that they are experts.
             let ids: Vec<u8> = ids.flat_map(|id| (id as i32).to_ne_bytes()).collect();
-            self.upload("tid2eid", DType::I32, &[config.vocab_size, config.topk], &ids)?;
+            self.upload("tid2eid", DType::I32, &[config.vocab_size, config.topk], &ids)
         } else {
-            self.stored("bias", &[format!("{prefix}.gate.bias")], DType::F32, &[experts])?;
+            self.stored("bias", &[format!("{prefix}.gate.bias")], DType::F32, &[experts])
         }
+    }
+
+    fn mxfp4_experts(&mut self, prefix: &str) -> Result<()> {
+        let config = self.checkpoint.config();
+        let (experts, hidden, width) =
+            (config.num_experts, config.hidden_size, config.expert_width);
         let of = |parts: &[&str], what: &str| -> Vec<String> {
             let of_expert = |expert: usize| {
                 let name = move |part: &&str| format!("{prefix}.experts.{expert}.{part}.{what}");
@@ -304,10 +317,44 @@ impl Loader<'_, '_> {
         self.stored("w13", &w13, DType::U8, &[experts, 2 * width, hidden / 2])?;
         self.stored("w13_scales", &w13_scales, DType::U8, &[experts, 2 * width, groups(hidden)])?;
         self.stored("w2", &w2, DType::U8, &[experts, hidden, width / 2])?;
-        self.stored("w2_scales", &w2_scales, DType::U8, &[experts, hidden, groups(width)])?;
-        let shared = |part: &str| format!("{prefix}.shared_experts.{part}");
-        let both = [shared("w1"), shared("w3")];
+        self.stored("w2_scales", &w2_scales, DType::U8, &[experts, hidden, groups(width)])
+    }
+
+    fn nvfp4_experts(&mut self, prefix: &str) -> Result<()> {
+        let (checkpoint, config) = (self.checkpoint, self.checkpoint.config());
+        let (experts, hidden, width) =
+            (config.num_experts, config.hidden_size, config.expert_width);
+        let of = |part: &str, what: &str| -> Vec<String> {
+            let name = |expert| format!("{prefix}.experts.{expert}.{part}.{what}");
+            (0..experts).map(name).collect()
+        };
+        let parts: [([&'static str; 3], [usize; 2]); 3] = [
+            (["w1", "w1_scales", "w1_global_scale"], [width, hidden]),
+            (["w3", "w3_scales", "w3_global_scale"], [width, hidden]),
+            (["w2", "w2_scales", "w2_global_scale"], [hidden, width]),
+        ];
+        for ([codes, scales, global], [outs, ins]) in parts {
+            self.stored(codes, &of(codes, "weight"), DType::U8, &[experts, outs, ins / 2])?;
+            let groups = [experts, outs, ins / NVFP4_GROUP];
+            self.stored(scales, &of(codes, "weight_scale"), DType::U8, &groups)?;
+            self.stored(global, &of(codes, "weight_scale_2"), DType::F32, &[experts])?;
+        }
+        let inputs: [(&'static str, &[&str]); 2] =
+            [("w13_input_scale", &["w1", "w3"]), ("w2_input_scale", &["w2"])];
+        for (name, parts) in inputs {
+            let scales = parts.iter().flat_map(|part| of(part, "input_scale"));
+            let largest = scales.map(|scale| checkpoint.number(&scale)).fold(0.0, f32::max);
+            self.upload(name, DType::F32, &[1], &largest.to_ne_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn shared_expert(&mut self, prefix: &str) -> Result<()> {
+        let config = self.checkpoint.config();
+        let (hidden, width) = (config.hidden_size, config.expert_width);
+        let of = |part: &str| format!("{prefix}.{part}");
+        let both = [of("w1"), of("w3")];
         self.fp8(["shared_w13", "shared_w13_scales"], &both, [2 * width, hidden])?;
-        self.fp8(["shared_w2", "shared_w2_scales"], &[shared("w2")], [hidden, width])
+        self.fp8(["shared_w2", "shared_w2_scales"], &[of("w2")], [hidden, width])
     }
 }

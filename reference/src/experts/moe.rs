@@ -26,10 +26,11 @@ use candle_core::{Device, Tensor};
 
 use crate::error::Result;
 use crate::formats::quantize_fp8::{self, Group};
+use crate::formats::quantize_nvfp4;
 use crate::formats::scale_layout::ScaleLayout;
 use crate::named::Named;
 use crate::precision::{Rounding, values};
-use crate::projections::linear::{self, Quantized};
+use crate::projections::linear::{self, Quantized, Weights};
 use crate::quantize::ScaleType;
 use crate::{
     experts::grouped_linear, experts::moe_expand, experts::moe_map, experts::moe_reduce,
@@ -246,6 +247,76 @@ impl Products for QuantizedProducts<'_> {
 
     fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
         self.of_shared(rows, ["shared_w2", "shared_w2_scales"], rounding)
+    }
+}
+
+/// Products with NVFP4 weights of the experts, and quantized ones of the shared expert.
+pub struct Nvfp4Products<'a> {
+    /// For each of `w1`, `w3` and `w2` codes, `_scales` and `_global_scale`, as the weights of
+    /// [`grouped_linear::forward`]; `w13_input_scale` and `w2_input_scale` `[1]`, the scales of all
+    /// rows. The shared expert's weights are those of [`QuantizedProducts`].
+    pub inputs: &'a Named,
+    /// The shared expert's formats.
+    pub shared: Quantized,
+}
+
+impl Nvfp4Products<'_> {
+    fn product(
+        &self,
+        (rows, input_scale): (&Tensor, &'static str),
+        [w, scales, global]: [&'static str; 3],
+        maps: &Named,
+        rounding: &mut Rounding,
+    ) -> Result<Tensor> {
+        let input_scale = self.inputs.tensor(input_scale)?;
+        let x = Named::new().with("x", rows.clone()).with("global_scale", input_scale.clone());
+        let x = quantize_nvfp4::quantize(&x, ScaleLayout::Plain)?;
+        let named = Named::new()
+            .with("x", x.tensor("codes")?.clone())
+            .with("x_scales", x.tensor("scales")?.clone())
+            .with("x_global_scale", input_scale.clone())
+            .with("w", self.inputs.tensor(w)?.clone())
+            .with("w_scales", self.inputs.tensor(scales)?.clone())
+            .with("w_global_scale", self.inputs.tensor(global)?.clone());
+        let named = named
+            .with("counts", maps.tensor("counts")?.clone())
+            .with("expert_offsets", maps.tensor("expert_offsets")?.clone());
+        let quantized = Quantized {
+            weights: Weights::Nvfp4,
+            group: quantize_nvfp4::GROUP,
+            bytes: true,
+            layout: ScaleLayout::Plain,
+            ..self.shared
+        };
+        Ok(grouped_linear::forward(&named, &quantized, rounding)?.tensor("y")?.clone())
+    }
+
+    fn of_shared(&self) -> QuantizedProducts<'_> {
+        QuantizedProducts { inputs: self.inputs, routed: self.shared, shared: self.shared }
+    }
+}
+
+impl Products for Nvfp4Products<'_> {
+    fn first(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        let rows = (rows, "w13_input_scale");
+        let gate = ["w1", "w1_scales", "w1_global_scale"];
+        let gate = self.product(rows, gate, maps, rounding)?;
+        let up = ["w3", "w3_scales", "w3_global_scale"];
+        let up = self.product(rows, up, maps, rounding)?;
+        Ok(Tensor::cat(&[gate, up], 1)?)
+    }
+
+    fn second(&self, rows: &Tensor, maps: &Named, rounding: &mut Rounding) -> Result<Tensor> {
+        let weights = ["w2", "w2_scales", "w2_global_scale"];
+        self.product((rows, "w2_input_scale"), weights, maps, rounding)
+    }
+
+    fn shared_first(&self, hidden: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_shared().shared_first(hidden, rounding)
+    }
+
+    fn shared_second(&self, rows: &Tensor, rounding: &mut Rounding) -> Result<Tensor> {
+        self.of_shared().shared_second(rows, rounding)
     }
 }
 

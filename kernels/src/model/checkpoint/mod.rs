@@ -126,6 +126,14 @@ pub enum Problem {
         /// The tensor.
         name: String,
     },
+    /// A scale of a whole tensor that is no positive number.
+    #[error("`{name}` is {value}: a scale is above 0 and finite")]
+    NoScale {
+        /// The scale.
+        name: String,
+        /// Its value.
+        value: String,
+    },
     /// A table of a hashed router that names an expert beyond the last one.
     #[error("`{name}` names expert {expert} for token {token}: there are {experts}")]
     NoExpert {
@@ -285,12 +293,24 @@ impl Checkpoint {
             let (found, expected) = (type_name(found.dtype), type_name(spec.format.stored()));
             problems.push(Problem::WrongType { name: name.clone(), found, expected });
         }
-        if found.shape != spec.shape {
+        // A number may be a list of one.
+        let is_number = spec.is_global_scale() && found.shape == [1];
+        if found.shape != spec.shape && !is_number {
             let (found, expected) = (found.shape.clone(), spec.shape.clone());
             problems.push(Problem::WrongShape { name: name.clone(), found, expected });
         } else if right_type && spec.format == Format::I64 && self.is_complete(name) {
             self.check_table(spec, problems);
+        } else if right_type && spec.is_global_scale() && self.is_complete(name) {
+            let value = self.number(name);
+            if !(value > 0.0 && value.is_finite()) {
+                problems.push(Problem::NoScale { name: name.clone(), value: value.to_string() });
+            }
         }
+    }
+
+    /// The number that an fp32 tensor of one element holds.
+    pub(crate) fn number(&self, name: &str) -> f32 {
+        self.bytes(name).first_chunk().map_or(f32::NAN, |&bytes| f32::from_le_bytes(bytes))
     }
 
     /// Whether the shard has all bytes of a tensor.

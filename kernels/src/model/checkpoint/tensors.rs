@@ -5,13 +5,16 @@ use std::fmt;
 use safetensors::Dtype;
 
 use crate::cache::cache_layout::LayerKind;
-use crate::model::config::Config;
+use crate::model::config::{Config, ExpertFormat};
 use crate::projections::linear::BLOCK;
 use crate::streams::mhc_mix::NUM_COLUMNS;
 use crate::streams::mhc_post::NUM_STREAMS;
 
 /// Values of a row that share a scale in MXFP4.
 pub const MXFP4_GROUP: usize = 32;
+
+/// Values of a row that share a scale in NVFP4.
+pub const NVFP4_GROUP: usize = 16;
 
 /// The format of a stored tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,6 +31,10 @@ pub enum Format {
     E8m0,
     /// Two e2m1 codes in a byte, the even one in the low nibble.
     E2m1Pairs,
+    /// The same in bytes without a sign, of NVFP4.
+    Nvfp4Pairs,
+    /// e4m3 scales of NVFP4.
+    Nvfp4Scales,
 }
 
 impl Format {
@@ -40,6 +47,8 @@ impl Format {
             Self::E4m3 => Dtype::F8_E4M3,
             Self::E8m0 => Dtype::F8_E8M0,
             Self::E2m1Pairs => Dtype::I8,
+            Self::Nvfp4Pairs => Dtype::U8,
+            Self::Nvfp4Scales => Dtype::F8_E4M3,
         }
     }
 
@@ -50,6 +59,7 @@ impl Format {
             Self::F32 => 4,
             Self::Bf16 => 2,
             Self::E4m3 | Self::E8m0 | Self::E2m1Pairs => 1,
+            Self::Nvfp4Pairs | Self::Nvfp4Scales => 1,
         }
     }
 }
@@ -66,6 +76,11 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
+    /// Whether it is a scale of a whole tensor, above 0.
+    pub fn is_global_scale(&self) -> bool {
+        self.shape.is_empty()
+    }
+
     /// Bytes of all elements.
     pub fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.format.bytes()
@@ -105,6 +120,14 @@ impl LayerId {
         }
     }
 
+    /// How its experts are stored. An MTP module keeps the released format.
+    pub fn expert_format(self, config: &Config) -> ExpertFormat {
+        match self {
+            Self::Main(_) => config.expert_format,
+            Self::Mtp(_) => ExpertFormat::Mxfp4,
+        }
+    }
+
     /// Whether its experts are chosen by a table of token ids.
     pub fn is_hashed(self, config: &Config) -> bool {
         match self {
@@ -136,7 +159,8 @@ pub fn of_layer(config: &Config, layer: LayerId) -> Vec<TensorSpec> {
         list.f32(&format!("{layer}.hc_{site}_scale"), &[3]);
     }
     list.attention(&format!("{layer}.attn"), config, layer.kind(config));
-    list.experts(&format!("{layer}.ffn"), config, layer.is_hashed(config));
+    list.router(&format!("{layer}.ffn"), config, layer.is_hashed(config));
+    list.experts(&format!("{layer}.ffn"), config, layer.expert_format(config));
     if let LayerId::Mtp(_) = layer {
         for norm in ["enorm", "hnorm", "norm"] {
             list.bf16(&format!("{layer}.{norm}.weight"), &[hidden]);
@@ -195,6 +219,16 @@ impl List {
         self.push(format!("{name}.scale"), Format::E8m0, &[out_features, groups]);
     }
 
+    /// A projection in NVFP4: codes, a scale for each 16 values of a row, that of the matrix, and
+    /// that of its inputs.
+    fn nvfp4(&mut self, name: &str, out_features: usize, in_features: usize) {
+        let groups = in_features / NVFP4_GROUP;
+        self.push(format!("{name}.weight"), Format::Nvfp4Pairs, &[out_features, in_features / 2]);
+        self.push(format!("{name}.weight_scale"), Format::Nvfp4Scales, &[out_features, groups]);
+        self.f32(&format!("{name}.weight_scale_2"), &[]);
+        self.f32(&format!("{name}.input_scale"), &[]);
+    }
+
     /// The mix of the streams before a final norm.
     fn head_mix(&mut self, prefix: &str, config: &Config) {
         let hidden = NUM_STREAMS * config.hidden_size;
@@ -240,19 +274,29 @@ impl List {
         self.bf16(&format!("{prefix}.norm.weight"), &[dim]);
     }
 
-    fn experts(&mut self, prefix: &str, config: &Config, hashed: bool) {
-        let (hidden, width) = (config.hidden_size, config.expert_width);
-        self.bf16(&format!("{prefix}.gate.weight"), &[config.num_experts, hidden]);
+    fn router(&mut self, prefix: &str, config: &Config, hashed: bool) {
+        let gate = [config.num_experts, config.hidden_size];
+        self.bf16(&format!("{prefix}.gate.weight"), &gate);
         if hashed {
             let table = [config.vocab_size, config.topk];
             self.push(format!("{prefix}.gate.tid2eid"), Format::I64, &table);
         } else {
             self.f32(&format!("{prefix}.gate.bias"), &[config.num_experts]);
         }
+    }
+
+    fn experts(&mut self, prefix: &str, config: &Config, format: ExpertFormat) {
+        let (hidden, width) = (config.hidden_size, config.expert_width);
         for expert in 0..config.num_experts {
-            self.mxfp4(&format!("{prefix}.experts.{expert}.w1"), width, hidden);
-            self.mxfp4(&format!("{prefix}.experts.{expert}.w2"), hidden, width);
-            self.mxfp4(&format!("{prefix}.experts.{expert}.w3"), width, hidden);
+            for (part, [outs, ins]) in
+                [("w1", [width, hidden]), ("w2", [hidden, width]), ("w3", [width, hidden])]
+            {
+                let name = format!("{prefix}.experts.{expert}.{part}");
+                match format {
+                    ExpertFormat::Mxfp4 => self.mxfp4(&name, outs, ins),
+                    ExpertFormat::Nvfp4 => self.nvfp4(&name, outs, ins),
+                }
+            }
         }
         self.fp8(&format!("{prefix}.shared_experts.w1"), width, hidden);
         self.fp8(&format!("{prefix}.shared_experts.w2"), hidden, width);

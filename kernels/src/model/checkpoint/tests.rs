@@ -8,7 +8,7 @@ use serde_json::json;
 use super::tensors::{Format, LayerId, TensorSpec, all, copies};
 use super::{Checkpoint, CheckpointError, INDEX, Problem, SINGLE};
 use crate::cache::cache_layout::LayerKind::{Csa, Hca, Window};
-use crate::model::config::{Config, FILE, Yarn};
+use crate::model::config::{Config, ExpertFormat, FILE, Yarn};
 
 /// A model of four layers with every kind of tensor.
 fn small() -> Config {
@@ -30,6 +30,7 @@ fn small() -> Config {
         num_experts: 3,
         topk: 2,
         expert_width: 128,
+        expert_format: ExpertFormat::Mxfp4,
         route_scale: 1.5,
         swiglu_limit: 10.0,
         rope_theta: 10_000.0,
@@ -94,7 +95,10 @@ fn shard(number: usize) -> String {
 
 impl Files {
     fn new() -> Self {
-        let config = small();
+        Self::of(small())
+    }
+
+    fn of(config: Config) -> Self {
         let stored = |(at, spec): (usize, TensorSpec)| {
             let stored = Stored::of(&spec);
             (spec.name, (at % NUM_SHARDS, stored))
@@ -226,6 +230,41 @@ fn types_and_shapes_are_held_to_the_configuration() {
              [256, 128]",
             "`layers.2.attn.attn_sink` has shape [1, 2]; the configuration has [2]",
             "`layers.3.ffn.experts.2.w1.weight` is U8; the configuration has I8",
+        ]
+    );
+}
+
+#[test]
+fn nvfp4_experts_have_their_own_tensors_and_scales_above_0() {
+    let config = Config { expert_format: ExpertFormat::Nvfp4, ..small() };
+    assert_eq!(Config::parse(&config.to_json()).expect("a configuration"), config);
+    let mut files = Files::of(config);
+    let scale = |number: f32| number.to_le_bytes().to_vec();
+    let of_experts: Vec<String> =
+        files.tensors.keys().filter(|name| name.contains(".experts.")).cloned().collect();
+    // Those of the MTP module have the released format.
+    let numbers = of_experts.iter().filter(|name| name.ends_with("put_scale"));
+    assert_eq!(numbers.count(), 4 * 3 * 3);
+    assert!(of_experts.iter().any(|name| name == "mtp.0.ffn.experts.2.w2.scale"));
+    for name in of_experts.iter().filter(|name| name.ends_with("scale_2")) {
+        files.edit(name).2 = scale(0.5);
+    }
+    for name in of_experts.iter().filter(|name| name.ends_with("put_scale")) {
+        *files.edit(name) = Stored(Dtype::F32, vec![1], scale(0.25));
+    }
+    assert_eq!(files.problems(|_| {}), []);
+    files.edit("layers.0.ffn.experts.0.w1.input_scale").2 = scale(0.0);
+    files.edit("layers.1.ffn.experts.1.w3.weight_scale_2").2 = scale(f32::INFINITY);
+    files.edit("layers.2.ffn.experts.2.w2.weight").0 = Dtype::I8;
+    files.tensors.remove("layers.3.ffn.experts.0.w2.input_scale");
+    let texts: Vec<String> = files.problems(|_| {}).iter().map(ToString::to_string).collect();
+    assert_eq!(
+        texts,
+        [
+            "`layers.0.ffn.experts.0.w1.input_scale` is 0: a scale is above 0 and finite",
+            "`layers.1.ffn.experts.1.w3.weight_scale_2` is inf: a scale is above 0 and finite",
+            "`layers.2.ffn.experts.2.w2.weight` is I8; the configuration has U8",
+            "`layers.3.ffn.experts.0.w2.input_scale` is missing",
         ]
     );
 }

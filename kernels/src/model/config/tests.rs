@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::{Config, ConfigError, Yarn};
+use super::{Config, ConfigError, ExpertFormat, Yarn};
 use crate::cache::cache_layout::LayerKind::{Csa, Hca, Window};
 use crate::cache::kv_cache::RowFormat;
 
@@ -24,6 +24,7 @@ fn flash() -> Config {
         index_topk: 512,
         num_experts: 256,
         topk: 6,
+        expert_format: ExpertFormat::Mxfp4,
         expert_width: 2048,
         route_scale: 1.5,
         swiglu_limit: 10.0,
@@ -163,6 +164,7 @@ fn values_that_no_kernel_supports_are_rejected_by_the_name_of_their_field() {
         ("num_key_value_heads", json!(8), "only 1"),
         ("scoring_func", json!("sigmoid"), "only \"sqrtsoftplus\""),
         ("expert_dtype", json!("nvfp4"), "only \"fp4\""),
+        ("quantization_config.moe_quant_algo", json!("MXFP8"), "only \"NVFP4\""),
         ("quantization_config.weight_block_size", json!([1, 128]), "only [128,128]"),
         ("rope_scaling.factor", json!(0), "is 0: it must be a number above 0"),
         ("hc_sinkhorn_iters", json!(49), "is 49"),
