@@ -391,13 +391,10 @@ impl Rounding {
         let fine = format == Format::F32;
         let (phase, to_nearest) =
             (noise.next().phase(), if fine { noise.is_ideal() } else { noise.to_nearest });
-        let mut rounded = values(tensor)?;
-        if to_nearest {
-            format.round_all(&mut rounded);
-        } else {
-            format.dither_all(&mut rounded, phase);
-        }
-        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
+        each_changed(tensor, |numbers| match to_nearest {
+            true => format.round_all(numbers),
+            false => format.dither_all(numbers, phase),
+        })
     }
 
     /// A tensor stored in bf16, or used as an operand of a bf16 matrix product.
@@ -445,9 +442,9 @@ impl Rounding {
             return self.f32(tensor);
         };
         let toss = noise.next();
-        let mut rounded = values(tensor)?;
-        rounded.iter_mut().for_each(|x| *x = Format::F32.dithered(*x, toss.uniform(*x)));
-        Ok(Tensor::from_vec(rounded, tensor.shape(), tensor.device())?)
+        each_changed(tensor, |numbers| {
+            numbers.iter_mut().for_each(|x| *x = Format::F32.dithered(*x, toss.uniform(*x)));
+        })
     }
 
     /// The result of a hardware approximation in fp32 (exponential, reciprocal square root,
@@ -465,18 +462,18 @@ impl Rounding {
         let (toss, bound) =
             (noise.next(), noise.unless_ideal(power_of_two(APPROXIMATE_ERROR_EXPONENT)));
         let (common, flushes) = (toss.phase(), noise.flushes());
-        let mut approximated = values(tensor)?;
         let least = power_of_two(Format::F32.min_exponent);
-        wide(
-            #[inline(always)]
-            || {
-                for x in &mut approximated {
-                    let y = *x * (1.0 + bound * (common + toss.uniform(*x) - 1.0));
-                    *x = if flushes && y.abs() < least { 0.0 } else { y };
-                }
-            },
-        );
-        let approximated = Tensor::from_vec(approximated, tensor.shape(), tensor.device())?;
+        let approximated = each_changed(tensor, |numbers| {
+            wide(
+                #[inline(always)]
+                || {
+                    for x in numbers {
+                        let y = *x * (1.0 + bound * (common + toss.uniform(*x) - 1.0));
+                        *x = if flushes && y.abs() < least { 0.0 } else { y };
+                    }
+                },
+            )
+        })?;
         self.f32(&approximated)
     }
 
@@ -952,20 +949,22 @@ fn sums(terms: &Tensor, dim: usize) -> Result<(Tensor, Tensor)> {
     let count = std::mem::replace(&mut shape[dim], 1);
     let blocks: usize = shape[..dim].iter().product();
     let (mut of_terms, mut of_squares) = (vec![0.0; blocks * rest], vec![0.0; blocks * rest]);
-    let terms_of = values(terms)?;
-    wide(
-        #[inline(always)]
-        || {
-            for (row, terms) in terms_of.chunks(rest.max(1)).enumerate() {
-                let at = row / count * rest;
-                let sums = of_terms[at..at + rest].iter_mut().zip(&mut of_squares[at..at + rest]);
-                for ((sum, squares), term) in sums.zip(terms) {
-                    *sum += term;
-                    *squares += term * term;
+    seen(terms, |terms| {
+        wide(
+            #[inline(always)]
+            || {
+                for (row, terms) in terms.chunks(rest.max(1)).enumerate() {
+                    let at = row / count * rest;
+                    let (sums, squares) =
+                        (&mut of_terms[at..at + rest], &mut of_squares[at..at + rest]);
+                    for ((sum, square), term) in sums.iter_mut().zip(squares).zip(terms) {
+                        *sum += term;
+                        *square += term * term;
+                    }
                 }
-            }
-        },
-    );
+            },
+        )
+    })?;
     let device = terms.device();
     Ok((
         Tensor::from_vec(of_terms, shape.as_slice(), device)?,
@@ -986,6 +985,37 @@ pub fn elements(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
     }
     drop(storage);
     tensor.flatten_all()?.to_vec1()
+}
+
+/// What a function makes of all elements of an f64 tensor, in row-major order. They are not copied
+/// where they lie one after the other.
+fn seen<R>(tensor: &Tensor, of: impl FnOnce(&[f64]) -> R) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    if let (candle_core::Storage::Cpu(CpuStorage::F64(data)), Some((start, end))) =
+        (&*storage, layout.contiguous_offsets())
+    {
+        return Ok(of(&data[start..end]));
+    }
+    drop(storage);
+    Ok(of(&values(tensor)?))
+}
+
+/// Elements that a core's smallest cache holds, twice.
+const NEAR: usize = 2048;
+
+/// The tensor with each element changed, some thousand at a time: a copy of a large tensor as a
+/// whole would be in memory, not in a cache, when it is changed.
+fn each_changed(tensor: &Tensor, change: impl Fn(&mut [f64])) -> Result<Tensor> {
+    let changed = seen(tensor, |elements| {
+        let mut changed = Vec::with_capacity(elements.len());
+        for some in elements.chunks(NEAR) {
+            let from = changed.len();
+            changed.extend_from_slice(some);
+            change(&mut changed[from..]);
+        }
+        changed
+    })?;
+    Ok(Tensor::from_vec(changed, tensor.shape(), tensor.device())?)
 }
 
 /// [`elements`], for oracles.

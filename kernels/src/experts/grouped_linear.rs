@@ -161,10 +161,6 @@ impl Grouped {
         Extents { num_experts, num_rows, out_features, in_features }
     }
 
-    pub(crate) fn check(&self, check: Arguments) -> Result<()> {
-        self.quantized.check(check)
-    }
-
     /// The signature of a call that also has `others`, tensors that it writes or reads. Returns it
     /// with its sizes. `out_features` is a multiple of `out_multiple`.
     pub(crate) fn signature<'a>(
@@ -295,7 +291,7 @@ impl Grouped {
 /// # Errors
 /// A rejected argument, a compile error, a rejected launch.
 pub fn forward(device: &Device, views: &Views, grouped: Grouped) -> Result<String> {
-    grouped.check(CHECK)?;
+    grouped.quantized.check(CHECK)?;
     let axes = if grouped.is_masked() { MASKED_RESULT } else { SORTED_RESULT };
     let (mut signature, extents) =
         grouped.signature(CHECK, views, 1, [write("y").of(&FLOATS).axes(axes).rows()]);

@@ -143,7 +143,7 @@ impl Options {
             return CHECK
                 .refuse("weights", "the rows that it writes are those of FP8 or MXFP4 weights");
         }
-        self.grouped.check(CHECK)?;
+        self.grouped.quantized.check(CHECK)?;
         self.scales(Extents { num_experts: 1, num_rows: 0, out_features: MULTIPLE, in_features: 1 })
             .check(CHECK)
     }

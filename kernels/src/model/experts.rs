@@ -153,8 +153,8 @@ impl Step<'_, '_> {
         w: &Views,
     ) -> Result<TensorView> {
         let width = self.config.expert_width;
-        let x = self.nvfp4_rows(["row_codes", "row_scales"], rows, &w["w13_input_scale"])?;
         let input = &w["w13_input_scale"];
+        let x = self.nvfp4_rows(["row_codes", "row_scales"], rows, input)?;
         let gate = self.nvfp4_product(
             ("expert_gate", width),
             (&x, input),
@@ -176,11 +176,11 @@ impl Step<'_, '_> {
             &views.with("weight", weights),
             |device, views| swiglu::launch(device, views, limit, false),
         )?;
-        let names = ["product_codes", "product_scales"];
-        let product = self.nvfp4_rows(names, &product, &w["w2_input_scale"])?;
+        let input = &w["w2_input_scale"];
+        let product = self.nvfp4_rows(["product_codes", "product_scales"], &product, input)?;
         self.nvfp4_product(
             ("expert_y", self.config.hidden_size),
-            (&product, &w["w2_input_scale"]),
+            (&product, input),
             [&w["w2"], &w["w2_scales"], &w["w2_global_scale"]],
             maps,
         )
