@@ -144,7 +144,9 @@ pub(super) fn set_sizes(
                     .map(move |site| (tensor, site))
             });
             let told: Vec<_> = told.collect();
-            let is_told = told.iter().any(|(_, site)| !site.scaled);
+            // A tensor may have an axis of another name in another case.
+            let is_told =
+                told.iter().any(|(_, site)| !site.scaled && axis_of(template, site).is_some());
             if scaled && is_told {
                 continue;
             }

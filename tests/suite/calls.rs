@@ -48,6 +48,45 @@ fn fields_about_data_are_no_arguments_and_numbers_have_the_models_values() {
     assert_eq!((&eps.kind, &eps.default), (&Kind::Number, &Some(json!(1e-6))));
 }
 
+/// Axes of NVFP4 codes have half of the field's size, where other formats have the field itself.
+#[test]
+fn sizes_of_nvfp4_products_are_found_from_their_codes() {
+    let observer = Observer::new(hopper());
+    let number = |name: &str, shape: &[usize]| given(name, DType::F32, shape);
+    let bytes = |name: &str, shape: &[usize]| given(name, DType::U8, shape);
+    let list = |name: &str, shape: &[usize]| given(name, DType::I32, shape);
+    let linear = [
+        bytes("x", &[5, 32]),
+        bytes("w", &[8, 32]),
+        bytes("x_scales", &[5, 4]),
+        bytes("w_scales", &[8, 4]),
+        number("x_global_scale", &[1]),
+        number("w_global_scale", &[1]),
+    ];
+    let grouped = [
+        bytes("x", &[5, 32]),
+        bytes("w", &[2, 8, 32]),
+        bytes("x_scales", &[5, 4]),
+        bytes("w_scales", &[2, 8, 4]),
+        list("counts", &[2]),
+        list("expert_offsets", &[3]),
+        number("x_global_scale", &[1]),
+        number("w_global_scale", &[2]),
+    ];
+    for (name, tensors, more) in [
+        ("linear", &linear[..], json!({})),
+        ("grouped_linear", &grouped, json!({"expected_rows": 2})),
+    ] {
+        let mut options = Options::from_iter([("weights".to_owned(), json!("nvfp4"))]);
+        options.extend(more.as_object().expect("an object").clone());
+        let solved = solve::solve(&signature(name), 0, tensors, &options, &observer);
+        let solved = solved.unwrap_or_else(|misfit| panic!("{}", misfit.message(name)));
+        let fields = solved.call.line().fields;
+        let of = |field: &str| fields[field].clone();
+        assert_eq!([of("in_features"), of("out_features"), of("group")], [64, 8, 16], "{name}");
+    }
+}
+
 #[test]
 fn a_misfit_names_the_argument_the_value_and_the_rule() {
     let (signature, observer) = (signature("rms_norm"), Observer::new(hopper()));
