@@ -540,11 +540,12 @@ impl Rounding {
     /// `sum` over dimension `dim` with fp32 accumulation; the dimension stays, with size 1.
     pub fn sum_keepdim_f32(&mut self, terms: &Tensor, dim: usize) -> Result<Tensor> {
         require_f64("terms", terms)?;
-        let (sum, sum_of_squares) = sums(terms, dim)?;
-        self.see(&sum)?;
         if self.is_exact() {
+            let sum = terms.sum_keepdim(dim)?;
+            self.see(&sum)?;
             return Ok(sum);
         }
+        let (sum, sum_of_squares) = sums(terms, dim)?;
         let num_terms = (sum.ones_like()? * terms.dim(dim)? as f64)?;
         // Lanes share a row. What is added over rows, by blocks or atomics, is added one after the
         // other.

@@ -141,12 +141,12 @@ pub(super) fn set_sizes(
                 sites
                     .iter()
                     .filter(|site| site.tensor == tensor.name)
+                    // A tensor may have an axis of another name in another case.
+                    .filter(|site| axis_of(template, site).is_some())
                     .map(move |site| (tensor, site))
             });
             let told: Vec<_> = told.collect();
-            // A tensor may have an axis of another name in another case.
-            let is_told =
-                told.iter().any(|(_, site)| !site.scaled && axis_of(template, site).is_some());
+            let is_told = told.iter().any(|(_, site)| !site.scaled);
             if scaled && is_told {
                 continue;
             }

@@ -270,44 +270,43 @@ fn numbers(spec: &TensorSpec, seed: u64) -> Vec<u8> {
     HostTensor::from_f64(dtype, &spec.shape, &values).bytes
 }
 
-/// Codes and scales of a quantized weight.
-fn quantized(spec: &TensorSpec, seed: u64) -> OracleResult<[Vec<u8>; 2]> {
-    let packed = spec.format == Format::E2m1Pairs;
-    let (rows, columns) = (spec.shape[0], spec.shape[1] * if packed { 2 } else { 1 });
-    let numbers = weight(&spec.name, [rows, columns], seed);
-    // Weights have been bf16 before they are quantized.
-    let numbers = HostTensor::from_f64(DType::Bf16, &[rows, columns], &numbers).to_f64();
-    let x = Named::new().with("x", tensor(numbers, &[rows, columns])?);
-    let found = match packed {
-        true => quantize_mxfp4::quantize(&x, ScaleLayout::Plain)?,
-        false => {
-            let (group, scale, layout) = (Group::Square, ScaleType::E8m0, ScaleLayout::Plain);
-            quantize_fp8::quantize(&x, quantize_fp8::Options { group, scale, layout })?
-        }
-    };
+/// The values of a weight, `x`. Weights have been bf16 before they are quantized.
+fn in_bf16(spec: &TensorSpec, columns: usize, seed: u64) -> OracleResult<Named> {
+    let shape = [spec.shape[0], columns];
+    let numbers = HostTensor::from_f64(DType::Bf16, &shape, &weight(&spec.name, shape, seed));
+    Ok(Named::new().with("x", tensor(numbers.to_f64(), &shape)?))
+}
+
+/// Codes and scales as they are stored.
+fn stored_bytes(found: &Named) -> OracleResult<[Vec<u8>; 2]> {
     let bytes = |name| -> OracleResult<Vec<u8>> {
         Ok(elements(found.tensor(name)?)?.into_iter().map(|byte| byte as u8).collect())
     };
     Ok([bytes("codes")?, bytes("scales")?])
 }
 
+/// Codes and scales of a quantized weight.
+fn quantized(spec: &TensorSpec, seed: u64) -> OracleResult<[Vec<u8>; 2]> {
+    if spec.format == Format::E2m1Pairs {
+        let x = in_bf16(spec, 2 * spec.shape[1], seed)?;
+        return stored_bytes(&quantize_mxfp4::quantize(&x, ScaleLayout::Plain)?);
+    }
+    let (group, scale, layout) = (Group::Square, ScaleType::E8m0, ScaleLayout::Plain);
+    let options = quantize_fp8::Options { group, scale, layout };
+    stored_bytes(&quantize_fp8::quantize(&in_bf16(spec, spec.shape[1], seed)?, options)?)
+}
+
 /// Codes, scales, the scale of the matrix and that of its inputs, of NVFP4.
 fn nvfp4(spec: &TensorSpec, seed: u64) -> OracleResult<[Vec<u8>; 4]> {
-    let (rows, columns) = (spec.shape[0], 2 * spec.shape[1]);
-    let numbers = weight(&spec.name, [rows, columns], seed);
-    let numbers = HostTensor::from_f64(DType::Bf16, &[rows, columns], &numbers).to_f64();
-    let x = Named::new().with("x", tensor(numbers, &[rows, columns])?);
+    let x = in_bf16(spec, 2 * spec.shape[1], seed)?;
     let global = quantize_nvfp4::global_scale(&x)?.tensor("global_scale")?.clone();
-    let found =
-        quantize_nvfp4::quantize(&x.with("global_scale", global.clone()), ScaleLayout::Plain)?;
-    let bytes = |name| -> OracleResult<Vec<u8>> {
-        Ok(elements(found.tensor(name)?)?.into_iter().map(|byte| byte as u8).collect())
-    };
+    let scale = elements(&global)?[0];
+    let found = quantize_nvfp4::quantize(&x.with("global_scale", global), ScaleLayout::Plain)?;
+    let [codes, scales] = stored_bytes(&found)?;
     // The largest of some hundred normal values, over the largest code; no two experts' are equal.
     let input = Draw::new(seed, &spec.name).values(Distribution::Uniform, 1, 1, 1.0)[0];
     let fp32 = |value: f64| (value as f32).to_le_bytes().to_vec();
-    let scale = elements(&global)?[0];
-    Ok([bytes("codes")?, bytes("scales")?, fp32(scale), fp32((4.0 + input) / 2688.0)])
+    Ok([codes, scales, fp32(scale), fp32((4.0 + input) / 2688.0)])
 }
 
 /// The table of a hashed router: for each token different experts.

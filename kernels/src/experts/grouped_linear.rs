@@ -8,9 +8,9 @@ use crate::experts::moe_map::MAX_EXPERTS;
 use crate::formats::scale_layout::{Scales, product_params};
 use crate::implementation::Implementation;
 use crate::projections::linear::{
-    FEATURE_TILE, FEW_ROWS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor, Weights,
-    expert_tile, hopper_defines, hopper_modules, large_maps, quantized_defines, token_tiles,
-    with_maps,
+    FEATURE_TILE, FEW_ROWS, FORMATS, LARGE_TILE, MAX_FEATURES, Quantized, ScaleAxes, ScaleTensor,
+    Weights, expert_tile, hopper_defines, hopper_modules, large_maps, quantized_defines,
+    token_tiles, with_maps,
 };
 use dsv4_runtime::params::Params;
 use dsv4_runtime::source::{Module, module};
@@ -28,9 +28,7 @@ const CHECK: Arguments = Arguments { operator: "grouped_linear" };
 
 /// Every module that the launcher compiles.
 pub fn modules() -> Vec<Module> {
-    let formats =
-        [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
-    let portable = formats.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
+    let portable = FORMATS.map(|(weights, group)| module(FILE, &quantized_defines(weights, group)));
     let large = [module(HOPPER_LARGE, &[]), units_module()];
     portable.into_iter().chain(hopper_modules(HOPPER_FILE)).chain(large).collect()
 }

@@ -107,6 +107,12 @@ impl Step<'_, '_> {
         Ok([rows, weights])
     }
 
+    /// Products of that many rows, one expert after the other.
+    fn grouped(&self, quantized: Quantized, positions: usize) -> Grouped {
+        let expected_rows = positions.div_ceil(self.config.num_experts);
+        Grouped { quantized, grouping: Grouping::Contiguous, expected_rows }
+    }
+
     /// The routed experts' outputs for their rows.
     fn routed(
         &mut self,
@@ -115,11 +121,7 @@ impl Step<'_, '_> {
         w: &Views,
     ) -> Result<TensorView> {
         let (positions, width) = (rows.shape[0], self.config.expert_width);
-        let grouped = Grouped {
-            quantized: self.quantized_products(Weights::Mxfp4),
-            grouping: Grouping::Contiguous,
-            expected_rows: positions.div_ceil(self.config.num_experts),
-        };
+        let grouped = self.grouped(self.quantized_products(Weights::Mxfp4), positions);
         let lists = maps.only(&["counts", "expert_offsets"]);
         let lists =
             lists.with("workspace", &self.buffers.workspace(grouped_linear::WORKSPACE_BYTES)?);
@@ -219,15 +221,12 @@ impl Step<'_, '_> {
         let views = views.with("x", x).with("x_scales", x_scales).with("w", w);
         let views = views.with("w_scales", w_scales).with("x_global_scale", x_global_scale);
         let views = views.with("w_global_scale", w_global_scale).with("y", &y);
-        let grouped = Grouped {
-            quantized: Quantized {
-                group: NVFP4_GROUP,
-                implementation: Implementation::Portable,
-                ..self.quantized_products(Weights::Nvfp4)
-            },
-            grouping: Grouping::Contiguous,
-            expected_rows: positions.div_ceil(self.config.num_experts),
+        let quantized = Quantized {
+            group: NVFP4_GROUP,
+            implementation: Implementation::Portable,
+            ..self.quantized_products(Weights::Nvfp4)
         };
+        let grouped = self.grouped(quantized, positions);
         self.launch("grouped_linear", &w.name, &views, |device, views| {
             grouped_linear::forward(device, views, grouped)
         })?;

@@ -57,15 +57,17 @@ const SUM_THREADS: usize = 256;
 /// Rows and values of k of a block of FP8 weights that share a scale.
 pub const BLOCK: usize = 128;
 
+/// The quantized formats of the portable kernels, with the groups of x.
+pub(crate) const FORMATS: [(Weights, usize); 4] =
+    [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
+
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
     let of = |(weights, group): (Weights, usize)| {
         module(QUANTIZED_FILE, &quantized_defines(weights, group))
     };
     let hopper = hopper_modules(HOPPER_FILE).into_iter().chain([module(HOPPER_LARGE, &[])]);
-    let quantized =
-        [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)]
-            .map(of);
+    let quantized = FORMATS.map(of);
     [vec![module(FILE, &[])], quantized.to_vec(), hopper.collect()].concat()
 }
 

@@ -22,7 +22,7 @@ use crate::operator::tensors::permuted_along;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase, draw_experts};
 use crate::operators::formats::quantize_fp8::format_of;
 use crate::operators::projections::linear::{
-    Codes, Linear, LinearCase, doubled, quantized, set_codes, set_scales, takes_hopper,
+    Codes, Linear, LinearCase, QUANTIZED, doubled, quantized, set_codes, set_scales, takes_hopper,
 };
 use crate::record::Operands;
 
@@ -125,9 +125,6 @@ pub(crate) fn mxfp4(group: usize, case: GroupedLinearCase) -> GroupedLinearCase 
 /// The formats whose x is e4m3, with the groups of x.
 pub(crate) const OF_E4M3: [(Weights, usize); 3] =
     [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32)];
-
-/// All formats.
-const FORMATS: [(Weights, usize); 4] = [OF_E4M3[0], OF_E4M3[1], OF_E4M3[2], (Weights::Nvfp4, 16)];
 
 impl GroupedLinearCase {
     pub(crate) fn is_masked(&self) -> bool {
@@ -387,7 +384,7 @@ impl Operator for GroupedLinear {
     }
 
     fn strategy(profile: Profile) -> BoxedStrategy<GroupedLinearCase> {
-        drawn(profile, &FORMATS)
+        drawn(profile, &QUANTIZED)
     }
 
     fn typical() -> Vec<GroupedLinearCase> {
@@ -543,34 +540,27 @@ impl Operator for GroupedLinear {
                 .then(hopper)
                 .then(exact),
         ];
-        cases.extend([
-            sorted([20, 5], 4, [72, 96]).then(nvfp4).then(exact),
-            sorted([19, 3], 1, [20, 160])
-                .then(with(Experts::One))
-                .then(nvfp4)
-                .then(in_layout(mn))
-                .then(expecting(40))
-                .then(exact),
-            masked([33, 9, 7], [130, 42]).then(nvfp4).then(in_layout(tiles)).then(exact),
-            sorted([12, 4], 8, [9, 352]).then(nvfp4).then(in_layout(tiles)).then(any),
+        // Of four-bit weights.
+        let portable = |of: &dyn Fn(GroupedLinearCase) -> GroupedLinearCase| {
+            [
+                of(sorted([20, 5], 4, [72, 96])).then(exact),
+                of(sorted([19, 3], 1, [20, 160]).then(with(Experts::One)))
+                    .then(in_layout(mn))
+                    .then(expecting(40))
+                    .then(exact),
+                of(masked([33, 9, 7], [130, 42])).then(in_layout(tiles)).then(exact),
+                of(sorted([12, 4], 8, [9, 352])).then(in_layout(tiles)).then(any),
+            ]
+        };
+        cases.extend(portable(&nvfp4));
+        cases.push(
             sorted([133, 3], 8, [136, 224])
                 .then(nvfp4)
                 .then(with(Experts::One))
                 .then(expecting(100)),
-        ]);
+        );
         for group in [128, 32] {
-            let of = |case| mxfp4(group, case);
-            cases.extend([
-                sorted([20, 5], 4, [72, 96]).then(of).then(exact),
-                sorted([19, 3], 1, [20, 160])
-                    .then(with(Experts::One))
-                    .then(of)
-                    .then(in_layout(mn))
-                    .then(expecting(40))
-                    .then(exact),
-                masked([33, 9, 7], [130, 42]).then(of).then(in_layout(tiles)).then(exact),
-                sorted([12, 4], 8, [9, 352]).then(of).then(in_layout(tiles)).then(any),
-            ]);
+            cases.extend(portable(&|case| mxfp4(group, case)));
             let of = |case| mxfp4(group, case).then(hopper);
             let extreme = |case| GroupedLinearCase { codes: Codes::Extreme, ..case };
             let small_weights = |case| GroupedLinearCase { codes: Codes::SmallWeights, ..case };

@@ -162,7 +162,7 @@ fn mxfp4_hopper(group: usize, extents: [usize; 3]) -> LinearCase {
 }
 
 /// The formats that are quantized, with the groups of x.
-const QUANTIZED: [(Weights, usize); 4] =
+pub(crate) const QUANTIZED: [(Weights, usize); 4] =
     [(Weights::Fp8, 128), (Weights::Mxfp4, 128), (Weights::Mxfp4, 32), (Weights::Nvfp4, 16)];
 
 impl LinearCase {
