@@ -1,15 +1,23 @@
 //! Looks for the bugs of the Indigo suite (small CUDA graph codes, some with a planted bug) on the
 //! emulator, and prints what was found by kind of bug.
 //!
-//!     cargo run --release -p dsv4-runtime --example indigo -- FOLDER [CODES.csv]
+//!     cargo run --release -p dsv4-runtime --example indigo -- FOLDER [--logs LOGS]
 //!
 //! FOLDER holds the suite's CUDA codes with `int` data, as its generator writes them
 //! (github.com/burtscher/IndigoSuite). Each has one `test_kernel` of plain pointers. A bug counts
 //! as found if some run ends with a fault: a race, or an access outside of a buffer.
+//!
+//! LOGS is a folder of what compute-sanitizer said of the same codes on a GPU, file by file
+//! (`memcheck-0.log` and so on). They are then counted in the same table:
+//!
+//!     compute-sanitizer --tool TOOL --destroy-on-device-error kernel indigo FOLDER --gpu I/N
+//!
+//! runs every N-th code from the I-th on, each on the same graphs.
+
+mod sanitizer;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,11 +30,16 @@ use dsv4_runtime::{
     Role, RuntimeError, SourceTree,
 };
 
+use sanitizer::Tool;
+
 /// Vertices of the graph, edges of each but the first and the last, which have none, and threads of
 /// a block: more edges than threads, so that loops turn.
 const VERTICES: usize = 10;
 const EDGES: usize = 72;
 const THREADS: u32 = 64;
+
+/// Random graphs on which each code runs.
+const GRAPHS: u32 = 4;
 
 /// The names of a code's planted bugs.
 const BUGS: [&str; 5] = ["atomicBug", "boundsBug", "guardBug", "raceBug", "syncBug"];
@@ -55,6 +68,11 @@ fn graph(seed: u32) -> (Vec<f64>, Vec<f64>) {
     (starts, (0..(VERTICES - 2) * EDGES).map(next).collect())
 }
 
+/// What both data arrays hold at the start.
+fn start_data(length: usize) -> Vec<f64> {
+    (0..length).map(|i| (i * 7 % VERTICES) as f64).collect()
+}
+
 /// The first fault of a code on some graph, under the deterministic schedule, which looks for races
 /// in a block, or a random one, which looks for races between blocks.
 ///
@@ -69,10 +87,10 @@ fn fault_of(code: &Path) -> Result<Option<String>, Box<dyn Error>> {
         .with_text("code.cu", source, "a code of the suite");
     let device = Device::open(BackendKind::Emulator, DeviceOptions::of(tree))?;
     let numbers = |values: &[f64]| HostTensor::from_f64(DType::I32, &[values.len()], values);
-    for (schedule, seed) in [(None, 1), (None, 2), (Some(1), 3), (Some(2), 4)] {
+    for seed in 1..=GRAPHS {
         let (starts, targets) = graph(seed);
-        let data: Vec<f64> = (0..targets.len()).map(|i| (i * 7 % VERTICES) as f64).collect();
-        device.backend().set_schedule_seed(schedule);
+        let data = start_data(targets.len());
+        device.backend().set_schedule_seed((seed > GRAPHS / 2).then_some(u64::from(seed)));
         let mut arena = DeviceArena::new(&device, Contract::NAN);
         let nindex = arena.input("nindex", &numbers(&starts))?;
         let nlist = arena.input("nlist", &numbers(&targets))?;
@@ -109,51 +127,77 @@ fn codes(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Codes with a kind of bug, those whose bug was found, and those that do not compile.
-#[derive(Default)]
-struct Tally {
-    codes: usize,
-    found: usize,
-    failed: usize,
-}
-
-fn main() -> Result<(), Box<dyn Error>> {
-    let mut arguments = std::env::args().skip(1);
-    let usage = "usage: indigo FOLDER [CODES.csv]";
-    let all = codes(Path::new(&arguments.next().ok_or(usage)?))?;
-    let codes = &all;
-    let (start, next) = (Instant::now(), AtomicUsize::new(0));
-    let results = Mutex::new(BTreeMap::new());
-    let cores = std::thread::available_parallelism()?.get();
+/// The fault of each code in turn, on all cores.
+fn faults(codes: &[PathBuf], cores: usize) -> Vec<Result<Option<String>, String>> {
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
     std::thread::scope(|scope| {
         for _ in 0..cores {
             scope.spawn(|| {
-                while let Some(code) = codes.get(next.fetch_add(1, Ordering::Relaxed)) {
+                loop {
+                    let place = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(code) = codes.get(place) else { break };
                     let found = fault_of(code).map_err(|error| error.to_string());
-                    results.lock().expect("no thread panics").insert(code.as_path(), found);
+                    results.lock().expect("no thread panics").insert(place, found);
                 }
             });
         }
     });
-    let (mut tallies, mut lines) = (BTreeMap::<String, Tally>::new(), String::new());
-    for (code, result) in results.into_inner().expect("no thread panics") {
-        let name = code.file_stem().unwrap_or_default().to_string_lossy();
-        let bugs: Vec<_> = BUGS.into_iter().filter(|bug| name.contains(bug)).collect();
-        let kind = if bugs.is_empty() { "no bug".to_owned() } else { bugs.join(", ") };
-        let tally = tallies.entry(kind).or_default();
-        tally.codes += 1;
-        tally.found += usize::from(matches!(result, Ok(Some(_))));
-        tally.failed += usize::from(result.is_err());
-        let said = result.unwrap_or_else(Some).unwrap_or_default().replace('"', "'");
-        writeln!(lines, "{name},{},\"{said}\"", bugs.join("+"))?;
+    results.into_inner().expect("no thread panics").into_values().collect()
+}
+
+/// The planted bugs of a code, as its name says.
+fn kind(code: &Path) -> String {
+    let name = code.file_stem().unwrap_or_default().to_string_lossy();
+    let bugs: Vec<_> = BUGS.into_iter().filter(|bug| name.contains(bug)).collect();
+    if bugs.is_empty() { "no bug".to_owned() } else { bugs.join(", ") }
+}
+
+/// Prints the table: a row for each kind of bug, and columns for the emulator and each tool.
+fn print(
+    codes: &[PathBuf],
+    faults: &[Result<Option<String>, String>],
+    tools: &BTreeMap<String, Tool>,
+) {
+    let mut kinds = BTreeMap::<String, Vec<usize>>::new();
+    for (place, code) in codes.iter().enumerate() {
+        kinds.entry(kind(code)).or_default().push(place);
     }
-    println!("| planted bug | codes | faults | not compiled |\n| --- | --: | --: | --: |");
-    for (kind, Tally { codes, found, failed }) in &tallies {
-        println!("| {kind} | {codes} | {found} | {failed} |");
+    let names: String = tools.keys().map(|tool| format!(" {tool} | not run |")).collect();
+    println!("| planted bug | codes | faults | not compiled |{names}");
+    println!("| --- | --: | --: | --: |{}", " --: | --: |".repeat(tools.len()));
+    for (kind, places) in &kinds {
+        let count = |what: fn(&Result<Option<String>, String>) -> bool| {
+            places.iter().filter(|place| what(&faults[**place])).count()
+        };
+        let (found, failed) = (count(|fault| matches!(fault, Ok(Some(_)))), count(Result::is_err));
+        let said = |tool: &Tool| tool.counts(places);
+        let said = tools.values().map(said).map(|(found, not)| format!(" {found} | {not} |"));
+        let said: String = said.collect();
+        println!("| {kind} | {} | {found} | {failed} |{said}", places.len());
     }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+    let (folder, logs) = match arguments[..] {
+        [folder] => (folder, None),
+        [folder, "--logs", logs] => (folder, Some(logs)),
+        [folder, "--gpu", share] => {
+            let (first, of) = share.split_once('/').ok_or("--gpu I/N")?;
+            let of: usize = of.parse()?;
+            return sanitizer::run(&codes(Path::new(folder))?, first.parse()?, of.max(1));
+        }
+        _ => return Err("usage: indigo FOLDER [--logs LOGS | --gpu I/N]".into()),
+    };
+    let tools = logs.map_or(Ok(BTreeMap::new()), |logs| sanitizer::tools(Path::new(logs)))?;
+    let codes = codes(Path::new(folder))?;
+    let (start, cores) = (Instant::now(), std::thread::available_parallelism()?.get());
+    let faults = faults(&codes, cores);
+    print(&codes, &faults, &tools);
     println!("\n{} codes, {:.0} s on {cores} cores", codes.len(), start.elapsed().as_secs_f64());
-    if let Some(file) = arguments.next() {
-        std::fs::write(file, lines)?;
+    for (name, Tool { seconds, .. }) in &tools {
+        println!("{name}: {seconds:.0} s of its processes");
     }
     Ok(())
 }
