@@ -22,9 +22,9 @@ fn kernel_name(place: usize) -> String {
 /// # Errors
 /// No GPU, no NVRTC; a code that does not compile.
 pub fn run(codes: &[PathBuf], first: usize, of: usize) -> Result<(), Box<dyn Error>> {
+    dsv4_runtime::cuda::require_driver()?;
     let (start, context, nvrtc) = (Instant::now(), CudaContext::new(0)?, Nvrtc::load()?);
     let (major, minor) = context.compute_capability()?;
-    let examples = SourceTree::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("examples"))?;
     for (place, code) in codes.iter().enumerate().skip(first).step_by(of) {
         let name = kernel_name(place);
         let text = std::fs::read_to_string(code)?.replace("#include \"indigo_cuda.h\"", "");
@@ -32,7 +32,8 @@ pub fn run(codes: &[PathBuf], first: usize, of: usize) -> Result<(), Box<dyn Err
         // The host's functions follow, which NVRTC does not take.
         let of_device = text.split("void serial_code(").next().unwrap_or_default();
         let source = of_device.replace("__global__ void test_kernel(", &kernel);
-        let tree = examples.clone().with_text("code.cu", source, "a code of the suite");
+        let files = BTreeMap::from([("code.cu".into(), source)]);
+        let tree = SourceTree::from_files("a code of the suite".into(), files)?;
         let compiled = nvrtc.compile(&tree, "code.cu", &[], &format!("sm_{major}{minor}"))?;
         let module = context.load_module(Ptx::from_binary(compiled.cubin))?;
         let function = module.load_function(&name)?;
@@ -95,10 +96,14 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// How many of these codes it reported, and how many it did not run.
-    pub fn counts(&self, places: &[usize]) -> (usize, usize) {
-        let among = |set: &BTreeSet<usize>| places.iter().filter(|p| set.contains(p)).count();
-        (among(&self.reported), places.len() - among(&self.ran))
+    /// Whether it reported this code.
+    pub fn reports(&self, place: usize) -> bool {
+        self.reported.contains(&place)
+    }
+
+    /// How many codes ran under it.
+    pub fn ran(&self) -> usize {
+        self.ran.len()
     }
 
     fn read(&mut self, log: &str) {
