@@ -6,6 +6,7 @@ Everything else is the same for all of them.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from dsv4_parity import _native
 
@@ -99,10 +100,12 @@ class Numpy:
 
 
 def _current_stream(torch, number):
-    """The stream of this thread on a GPU."""
+    """A function of the stream of this thread on a GPU."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     # What compiled functions of torch use: a tenth of the time of the public name.
-    return raw(number) if raw else torch.cuda.current_stream(number).cuda_stream
+    if raw is not None:
+        return partial(raw, number)
+    return lambda: torch.cuda.current_stream(number).cuda_stream
 
 
 class Torch:
@@ -115,7 +118,7 @@ class Torch:
         if first.is_cuda:
             number = first.get_device()
             self.place = f"cuda:{number}"
-            self.stream = _current_stream(torch, number)
+            self.stream = _current_stream(torch, number)()
         elif first.device.type == "cpu":
             self.place, self.stream = "emulator", 0
         else:
@@ -157,13 +160,14 @@ class Torch:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
     def makers(self, described):
-        """What makes tensors like these, without strides of their own."""
-        return [(shape, self._types(dtype)) for _, dtype, shape in described]
-
-    def make(self, makers):
-        """New tensors of these kinds."""
+        """Functions that make tensors like these, without strides of their own."""
         empty, device = self._torch.empty, self._device
-        return [empty(shape, dtype=dtype, device=device) for shape, dtype in makers]
+        kinds = [(shape, self._types(dtype)) for _, dtype, shape in described]
+        return [partial(empty, shape, dtype=dtype, device=device) for shape, dtype in kinds]
+
+    def streams(self):
+        """A function of the stream that is this thread's when it is called."""
+        return _current_stream(self._torch, self._device.index)
 
     def describe(self, name, tensor, is_written=False):
         if tensor.device != self._device:

@@ -4,7 +4,8 @@
 use dsv4_parity::operator::call::Call;
 use dsv4_parity::operator::declaration::Axis;
 use dsv4_parity::operators::registry;
-use dsv4_runtime::{DType, Device, Environment, TensorView, Views, cuda};
+use dsv4_runtime::kept::Kept;
+use dsv4_runtime::{DType, Device, Environment, RuntimeError, TensorView, Views, cuda};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::Value;
@@ -13,7 +14,7 @@ use crate::devices::{self, Place};
 use crate::emulated;
 use crate::errors;
 use crate::signatures::signature;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use dsv4_parity::calls::observed::{DIRECTIONS, Observed, Observer, Sizes};
 use dsv4_parity::calls::solve::{Given, Options, Solved, solve};
@@ -111,7 +112,8 @@ impl Plan {
         };
         let views = self.slots.iter().zip(strides).map(view).collect();
         let Self { call, direction, slots, invariant } = self.clone();
-        Ok(Bound { call, direction, slots, views, device, invariant })
+        let kept = Mutex::default();
+        Ok(Bound { call, direction, slots, views, device, invariant, kept })
     }
 }
 
@@ -125,7 +127,17 @@ pub struct Bound {
     /// The GPU; absent on the emulator.
     device: Option<Arc<Device>>,
     invariant: bool,
+    kept: Mutex<Vec<(Alignments, OfAlignments)>>,
 }
+
+/// The alignment of each address of a call.
+type Alignments = Vec<u8>;
+
+/// The launches on tensors of these alignments and the paths that run, if they can be kept.
+type OfAlignments = Option<Arc<(Kept, Vec<String>)>>;
+
+/// Alignments for which launches are kept. A framework's own tensors have one; views have others.
+const MOST_ALIGNMENTS: usize = 16;
 
 #[pymethods]
 impl Bound {
@@ -137,20 +149,64 @@ impl Bound {
             let reason = format!("{found} addresses; the call has {wanted} tensors");
             return Err(PyValueError::new_err(reason));
         }
-        let named = |((slot, view), address): ((&Slot, &TensorView), u64)| {
-            (slot.name, TensorView { address, ..view.clone() })
-        };
-        let views: Vec<_> = self.slots.iter().zip(&self.views).zip(addresses).map(named).collect();
         let Some(device) = &self.device else {
+            let views: Vec<_> = self.names().zip(self.placed(&addresses)).collect();
             let choice = (self.direction, self.invariant);
             return emulated::run(py, &self.call, choice, &self.slots, &views);
         };
         py.detach(|| {
-            let mut by_name = Views::new();
-            views.into_iter().for_each(|(name, view)| by_name.put(name, view));
-            let launch = || self.call.launch(DIRECTIONS[self.direction], &by_name, device);
-            cuda::on_stream(stream, launch).map_err(|error| errors::of_runtime(&error))
+            let launched = cuda::on_stream(stream, || self.enqueue(device, &addresses));
+            launched.map_err(|error| errors::of_runtime(&error))
         })
+    }
+}
+
+impl Bound {
+    fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.slots.iter().map(|slot| slot.name)
+    }
+
+    fn placed(&self, addresses: &[u64]) -> Vec<TensorView> {
+        let views = self.views.iter().zip(addresses);
+        views.map(|(view, &address)| TensorView { address, ..view.clone() }).collect()
+    }
+
+    /// Launches as earlier calls did, or by the launcher.
+    fn enqueue(&self, device: &Device, addresses: &[u64]) -> Result<Vec<String>, RuntimeError> {
+        if let Some(kept) = self.kept(device, addresses)
+            && kept.0.launch(device, addresses)?
+        {
+            return Ok(kept.1.clone());
+        }
+        self.launch_views(device, &self.placed(addresses))
+    }
+
+    fn launch_views(
+        &self,
+        device: &Device,
+        views: &[TensorView],
+    ) -> Result<Vec<String>, RuntimeError> {
+        let mut by_name = Views::new();
+        self.names().zip(views).for_each(|(name, view)| by_name.put(name, view.clone()));
+        self.call.launch(DIRECTIONS[self.direction], &by_name, device)
+    }
+
+    /// What is kept for these alignments, watched first if it is not known yet.
+    fn kept(&self, device: &Device, addresses: &[u64]) -> OfAlignments {
+        let alignments = || addresses.iter().map(|address| *address as u8);
+        let mut known = self.kept.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, kept)) = known.iter().find(|(of, _)| alignments().eq(of.iter().copied())) {
+            return kept.clone();
+        }
+        if known.len() == MOST_ALIGNMENTS {
+            return None;
+        }
+        let watched = Kept::of(device, &self.placed(addresses), |device, views| {
+            self.launch_views(device, views)
+        });
+        let kept = watched.map(Arc::new);
+        known.push((alignments().collect(), kept.clone()));
+        kept
     }
 }
 

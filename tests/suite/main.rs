@@ -30,6 +30,7 @@ mod golden;
 mod history;
 mod hopper;
 mod hostile;
+mod kept;
 mod kill_matrix;
 mod launchers;
 mod layouts;

@@ -235,7 +235,7 @@ impl Device {
     }
 
     /// The same device: its modules, and what it records or replaces.
-    fn again(&self) -> Self {
+    pub(super) fn again(&self) -> Self {
         Self {
             backend: self.backend.clone(),
             tree: self.tree.clone(),
@@ -245,6 +245,18 @@ impl Device {
             invariant: self.invariant,
             others: self.others.clone(),
             world: self.world.clone(),
+        }
+    }
+
+    /// What launchers see of this device, on another backend: without ranks, with own modules.
+    pub(super) fn on_backend(&self, backend: Arc<dyn Backend>) -> Self {
+        Self {
+            backend,
+            modules: Modules::default(),
+            exchange: Arc::new(Exchange::None),
+            others: Others::None,
+            world: None,
+            ..self.again()
         }
     }
 
@@ -473,7 +485,7 @@ impl Device {
         self.backend.assembly(&self.tree, file, defines)
     }
 
-    fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
+    pub(super) fn module(&self, key: Module) -> Result<Arc<dyn LoadedModule>> {
         // Before the lock on the modules, which a recording thread takes as well.
         let _turn = self.backend.turn();
         // Held while compiling: two threads that need one module compile it once.

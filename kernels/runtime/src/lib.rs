@@ -19,6 +19,7 @@ pub mod files;
 mod in_process;
 pub mod interrupt;
 mod jobs;
+pub mod kept;
 mod layouts;
 pub mod mapped;
 pub mod matrix;

@@ -153,25 +153,41 @@ def test_threads_have_streams_of_their_own():
     assert not wrong
 
 
-def host_seconds(call, calls=2000):
-    for _ in range(50):
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        for _ in range(calls // 7):
-            call()
-        times.append((time.perf_counter() - begun) / (calls // 7))
-        torch.cuda.synchronize()
-    return statistics.median(times)
+def test_views_at_any_alignment_agree_and_overlaps_are_refused_after_calls_that_had_none():
+    memory, weight = drawn(9 * 512 + 64), drawn(512, seed=2)
+    for start in [*range(18), 32, 0, 1, 8]:
+        x = memory[start : start + 8 * 512].view(8, 512)
+        y = torch.empty_like(x)
+        ops.rms_norm(x, weight, out={"y": y})
+        torch.testing.assert_close(y.float(), norm(x, weight), rtol=2**-7, atol=0)
+        with pytest.raises(ValueError, match="overlaps"):
+            ops.rms_norm(x, weight, out={"y": memory[start + 512 :][: 8 * 512].view(8, 512)})
+        same = x.clone()
+        ops.rms_norm(same, weight, out={"y": same})
+        torch.testing.assert_close(same.float(), norm(x, weight), rtol=2**-7, atol=0)
+
+
+def host_seconds(calls, rounds=9, of_round=300):
+    """The median of each call's time, in turns: the clock of a machine changes in between."""
+    times = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, own in zip(calls, times):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(of_round):
+                call()
+            own.append((time.perf_counter() - begun) / of_round)
+    return [statistics.median(own) for own in times]
 
 
 def test_the_cost_on_the_host_beside_torchs_own(record_property):
     x, weight = drawn(4, 512), drawn(512, seed=2)
-    ours = host_seconds(lambda: ops.rms_norm(x, weight))
-    theirs = host_seconds(lambda: torch.nn.functional.rms_norm(x, (512,), weight))
-    through = host_seconds(lambda: custom.rms_norm(x, weight))
+    calls = [
+        lambda: ops.rms_norm(x, weight),
+        lambda: torch.nn.functional.rms_norm(x, (512,), weight),
+        lambda: custom.rms_norm(x, weight),
+    ]
+    ours, theirs, through = host_seconds(calls)
     line = f"ops {ours * 1e6:.1f} us, torch {theirs * 1e6:.1f} us, custom op {through * 1e6:.1f} us"
     record_property("host", line)
     print(f"\nhost time of a call: {line}")
