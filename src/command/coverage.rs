@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
-use super::progress::bar;
+use super::progress::Steps;
 use super::sweep::SweepArguments;
 use super::{BackendChoice, DeviceArguments, Exit, cores, output};
 use crate::coverage::{self, KernelCoverage, Measurement, Reasons};
@@ -56,10 +56,10 @@ pub fn execute(arguments: &CoverageArguments) -> Result<Exit> {
     let regressions = arguments.regressions.clone().unwrap_or_else(Regressions::default_dir);
     let (operators, saved) = (registry::select(ops.as_deref())?, Regressions::new(regressions));
     let measurement = Measurement::plan(&operators, &saved, &sweep, (tree, device.sms))?;
-    let bar = bar(measurement.cases.len(), "launching");
+    let steps = Steps::of(Some(measurement.cases.len()), "launching");
     let devices = arguments.jobs.map_or_else(cores, usize::from);
-    let launched = measurement.launch(devices, &|| bar.inc(1))?;
-    bar.finish_and_clear();
+    let launched = measurement.launch(devices, &|| steps.step())?;
+    steps.end();
     let kernels = measurement.kernels(&reasons)?;
     if let Some(file) = &arguments.markdown {
         let page = coverage::markdown(&kernels, launched.cases, &size.seed.command());

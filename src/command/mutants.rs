@@ -10,10 +10,9 @@ use clap::Args;
 use dsv4_runtime::emulator::EmulatorOptions;
 use dsv4_runtime::process::this_program;
 use dsv4_runtime::{BackendKind, Device, DeviceOptions};
-use indicatif::ProgressBar;
 use serde_json::json;
 
-use super::progress::bar;
+use super::progress::Steps;
 use super::{DeviceArguments, Exit, command_line, cores, output};
 use crate::mutants::generated::{self, GeneratedMutant};
 use crate::mutants::matrix::journal::Journal;
@@ -357,7 +356,7 @@ fn conclude(
 
 /// A bar for each stage; results that a reader wants above it.
 struct Terminal {
-    bar: Mutex<ProgressBar>,
+    steps: Mutex<Steps>,
     json: bool,
     /// Whether each result is printed, and not only of those that survive.
     each: bool,
@@ -365,32 +364,33 @@ struct Terminal {
 
 impl Terminal {
     fn of(arguments: &MutantsArguments) -> Self {
-        let bar = Mutex::new(ProgressBar::hidden());
-        Self { bar, json: arguments.json, each: !arguments.only.is_empty() }
+        let steps = Mutex::new(Steps::hidden());
+        Self { steps, json: arguments.json, each: !arguments.only.is_empty() }
     }
 
-    fn bar(&self) -> ProgressBar {
-        self.bar.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    fn steps(&self) -> Steps {
+        self.steps.lock().unwrap_or_else(|e| e.into_inner()).clone()
     }
 }
 
 impl Shown for Terminal {
     fn stage(&self, length: usize, name: &str) {
-        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = bar(length, name);
+        let steps = Steps::of(Some(length), name);
+        *self.steps.lock().unwrap_or_else(|e| e.into_inner()) = steps;
     }
 
     fn step(&self) {
-        self.bar().inc(1);
+        self.steps().step();
     }
 
     fn stage_done(&self) {
-        self.bar().finish_and_clear();
+        self.steps().end();
     }
 
     fn judged(&self, record: &MutantRecord) {
         let is_seen = matches!(record.status, MutantStatus::Killed | MutantStatus::Equivalent);
         if (!is_seen || self.each) && !self.json {
-            self.bar().suspend(|| print_fate(record));
+            self.steps().suspend(|| print_fate(record));
         }
     }
 

@@ -1,8 +1,9 @@
 //! The progress of a sweep on the terminal.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use dsv4_runtime::interrupt::on_interrupt;
@@ -12,6 +13,7 @@ use super::output;
 use crate::record::words::printable;
 use crate::record::{CaseRecord, Verdict};
 use crate::report::diagnosis::terminal;
+use crate::report::numbers::duration;
 use crate::sweep::session::Shown;
 
 /// How many failing cases are noted while a sweep runs; the end of the sweep prints the details.
@@ -20,21 +22,92 @@ const MOST_NOTES: usize = 2;
 /// The exit code of an interrupted process: 128 and the number of the signal.
 const INTERRUPTED: i32 = 130;
 
-/// A bar that only a terminal shows.
-pub(super) fn bar(length: usize, message: &str) -> ProgressBar {
-    let bar =
-        if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new(length as u64) };
-    if let Ok(style) = ProgressStyle::with_template("{msg:18} {wide_bar} {pos}/{len} {elapsed}") {
-        bar.set_style(style);
+/// How often a log gets a line of the progress.
+const EVERY: Duration = Duration::from_secs(30);
+
+/// The progress of a stage: a bar on a terminal. Elsewhere, as in the log of a CI job, a line from
+/// time to time.
+#[derive(Clone)]
+pub(super) struct Steps {
+    bar: ProgressBar,
+    /// When the log got its last line; `None` without a log.
+    said: Option<Arc<Mutex<Instant>>>,
+}
+
+impl Steps {
+    /// What shows nothing.
+    pub(super) fn hidden() -> Self {
+        Self { bar: ProgressBar::hidden(), said: None }
     }
-    bar.set_message(message.to_owned());
-    bar
+
+    /// A stage of that many steps; of how many may be unknown.
+    pub(super) fn of(length: Option<usize>, message: &str) -> Self {
+        if output::is_quiet() {
+            return Self::hidden();
+        }
+        let (bar, template) = match length {
+            Some(length) => {
+                (ProgressBar::new(length as u64), "{msg:25} {wide_bar} {pos}/{len} {elapsed}")
+            }
+            None => (ProgressBar::new_spinner(), "{msg} {pos} cases {elapsed}"),
+        };
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style);
+        }
+        bar.set_message(message.to_owned());
+        let said = bar.is_hidden().then(|| Arc::new(Mutex::new(Instant::now())));
+        Self { bar, said }
+    }
+
+    pub(super) fn set_message(&self, message: &str) {
+        self.bar.set_message(message.to_owned());
+    }
+
+    /// One step is done.
+    pub(super) fn step(&self) {
+        self.bar.inc(1);
+        self.say();
+    }
+
+    /// This many steps are done.
+    pub(super) fn set(&self, steps: u64) {
+        self.bar.set_position(steps);
+        self.say();
+    }
+
+    /// Prints while the bar is away.
+    pub(super) fn suspend(&self, print: impl FnOnce()) {
+        self.bar.suspend(print);
+    }
+
+    /// The stage is done.
+    pub(super) fn end(&self) {
+        self.bar.finish_and_clear();
+    }
+
+    fn say(&self) {
+        let Some(said) = &self.said else { return };
+        let mut said = said.lock().unwrap_or_else(|e| e.into_inner());
+        if said.elapsed() >= EVERY {
+            *said = Instant::now();
+            let bar = &self.bar;
+            errln!("{}", line(&bar.message(), bar.position(), bar.length(), bar.elapsed()));
+        }
+    }
+}
+
+/// The progress as a line.
+fn line(message: &str, steps: u64, length: Option<u64>, elapsed: Duration) -> String {
+    let of = length.map_or_else(|| " cases".to_owned(), |length| format!(" of {length}"));
+    format!("{}: {steps}{of}, {}", printable(message), duration(elapsed.as_secs_f64()))
 }
 
 /// A progress bar, notes of the first failing cases, and the message after an interrupt.
 pub(super) struct Terminal {
     out: PathBuf,
-    bar: ProgressBar,
+    steps: Steps,
+    /// Whether it is shown: not by a worker of another run.
+    is_shown: bool,
     /// How many failing cases may still be noted, and the operator of the last one.
     notes_left: usize,
     last_noted: String,
@@ -46,7 +119,8 @@ impl Terminal {
         let notes_left = if notes { MOST_NOTES } else { 0 };
         Self {
             out: out.to_owned(),
-            bar: ProgressBar::hidden(),
+            steps: Steps::hidden(),
+            is_shown: notes,
             notes_left,
             last_noted: String::new(),
         }
@@ -59,30 +133,25 @@ impl Shown for Terminal {
     }
 
     fn planned(&mut self, cases: usize) {
-        if output::is_quiet() {
-            return;
-        }
-        self.bar = ProgressBar::new(cases as u64);
-        if let Ok(style) = ProgressStyle::with_template("{msg:25} {wide_bar} {pos}/{len} {elapsed}")
-        {
-            self.bar.set_style(style);
+        if self.is_shown {
+            self.steps = Steps::of(Some(cases), "");
         }
     }
 
     fn done(&mut self, record: &CaseRecord) {
-        self.bar.suspend(|| log(record));
+        self.steps.suspend(|| log(record));
         let fails = record.unsupported.is_none() && record.verdict() != Verdict::Pass;
         if fails && self.notes_left > 0 && self.last_noted != record.operator {
             self.notes_left -= 1;
             self.last_noted.clone_from(&record.operator);
-            self.bar.suspend(|| errln!("{}", printable(&terminal::note(record))));
+            self.steps.suspend(|| errln!("{}", printable(&terminal::note(record))));
         }
-        self.bar.set_message(record.operator.clone());
-        self.bar.inc(1);
+        self.steps.set_message(&record.operator);
+        self.steps.step();
     }
 
     fn ends(&mut self) {
-        self.bar.finish_and_clear();
+        self.steps.end();
     }
 }
 
@@ -114,4 +183,28 @@ pub(super) fn say_when_interrupted(
         std::process::exit(INTERRUPTED);
     };
     on_interrupt(say).context("listening for interrupts")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_progress_says_what_how_many_of_how_many_and_since_when() {
+        let minute = Duration::from_millis(92_400);
+        assert_eq!(line("rms_norm", 120, Some(380), minute), "rms_norm: 120 of 380, 1 min 32 s");
+        assert_eq!(line("8 workers", 7, None, minute), "8 workers: 7 cases, 1 min 32 s");
+    }
+
+    #[test]
+    fn a_log_gets_a_line_again_only_after_a_while() {
+        let long_ago = Instant::now().checked_sub(2 * EVERY).expect("this machine runs for longer");
+        let said = Arc::new(Mutex::new(long_ago));
+        let steps = Steps { said: Some(said.clone()), ..Steps::hidden() };
+        steps.step();
+        let first = *said.lock().unwrap();
+        assert!(first > long_ago, "a line was due");
+        steps.step();
+        assert_eq!(*said.lock().unwrap(), first, "and then none");
+    }
 }

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Result;
 use dsv4_runtime::{BackendKind, Environment};
-use indicatif::{ProgressBar, ProgressStyle};
 
+use super::progress::Steps;
 use super::run::RunArguments;
 use super::sweep::Only;
 use super::{cores, modules, output, progress};
@@ -54,16 +54,12 @@ pub(super) fn sweep(
 fn watch(running: &mut Workers, workers: u32, out: &Path) -> Result<()> {
     let recorded = Arc::<AtomicU64>::default();
     progress::say_when_interrupted(recorded.clone(), None, out)?;
-    let bar = if output::is_quiet() { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
-    if let Ok(style) = ProgressStyle::with_template("{msg} {pos} cases {elapsed}") {
-        bar.set_style(style);
-    }
-    bar.set_message(format!("{workers} workers"));
+    let steps = Steps::of(None, &format!("{workers} workers"));
     running.wait(&|cases| {
         recorded.store(cases, Ordering::Relaxed);
-        bar.set_position(cases);
+        steps.set(cases);
     })?;
-    bar.finish_and_clear();
+    steps.end();
     Ok(())
 }
 
