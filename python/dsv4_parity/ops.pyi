@@ -2168,6 +2168,194 @@ def output_projection_backward(
     """
     ...
 
+class AttentionLayerResult(NamedTuple):
+    q_a: Tensor
+    qr: Tensor
+    qr_rstd: Tensor
+    q_b: Tensor
+    q: Tensor
+    q_rstd: Tensor
+    kv_a: Tensor
+    n: Tensor
+    kv_rstd: Tensor
+    kv: Tensor
+    attn_out: Tensor
+    lse: Tensor
+    max_logits: Tensor
+    rotated: Tensor
+    z: Tensor
+    y: Tensor
+
+def attention_layer(
+    h: Tensor,
+    wq_a: Tensor,
+    q_norm: Tensor,
+    wq_b: Tensor,
+    wkv: Tensor,
+    kv_norm: Tensor,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    indices: Tensor,
+    wo_a: Tensor,
+    wo_b: Tensor,
+    *,
+    eps: float = 1e-06,
+    rope_dim: int | None = None,
+    out: Any = None,
+) -> AttentionLayerResult:
+    """An attention layer over a window: both projections, attention, output projection, and the gradients of all.
+
+    Specification: inference 5.1, inference 8, inference 9, training 14.
+
+    Args:
+        h: [num_tokens, hidden_size] bf16.
+        wq_a: [q_lora_rank, hidden_size] bf16.
+        q_norm: [q_lora_rank] f32.
+        wq_b: [all_channels, q_lora_rank] bf16.
+        wkv: [head_dim, hidden_size] bf16.
+        kv_norm: [head_dim] f32.
+        sink: [num_heads] f32.
+        cos: [num_tokens, half_rope_dim] f32.
+        sin: [num_tokens, half_rope_dim] f32.
+        indices: [num_tokens, window] i32.
+        wo_a: [o_groups, o_lora_rank, group_width] bf16.
+        wo_b: [hidden_size, latent] bf16.
+        eps: a number; the model's is 1e-06.
+        rope_dim: a number.
+        out: Results to write, as this returns them.
+
+    Returns:
+        q_a: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
+        qr: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
+        qr_rstd: [num_tokens] f32, as the forward wrote it.
+        q_b: [num_tokens, all_channels] bf16, as the forward wrote it.
+        q: [num_tokens, all_channels] bf16, as the forward wrote it.
+        q_rstd: [num_tokens, num_heads] f32, as the forward wrote it.
+        kv_a: [num_tokens, head_dim] bf16, as the forward wrote it.
+        n: [num_tokens, head_dim] bf16, as the forward wrote it.
+        kv_rstd: [num_tokens] f32, as the forward wrote it.
+        kv: [num_tokens, head_dim] bf16, as the forward wrote it.
+        attn_out: [num_tokens, num_heads, head_dim] bf16, as the forward wrote it.
+        lse: [num_tokens, num_heads] f32, as the forward wrote it.
+        max_logits: [num_tokens, num_heads] f32, as the forward wrote it.
+        rotated: [num_tokens, all_channels] bf16, as the forward wrote it.
+        z: [num_tokens, latent] bf16, as the forward wrote it.
+        y: [num_tokens, hidden_size] bf16, as the forward wrote it.
+    """
+    ...
+
+class AttentionLayerBackwardResult(NamedTuple):
+    dz: Tensor
+    dwo_b: Tensor
+    drotated: Tensor
+    dwo_a: Tensor
+    dattn_out: Tensor
+    dq: Tensor
+    dkv: Tensor
+    dsink: Tensor
+    dq_b: Tensor
+    dwq_b: Tensor
+    dqr: Tensor
+    dq_norm: Tensor
+    dq_a: Tensor
+    dwq_a: Tensor
+    dn: Tensor
+    dkv_norm: Tensor
+    dkv_a: Tensor
+    dwkv: Tensor
+    dh: Tensor
+
+def attention_layer_backward(
+    h: Tensor,
+    wq_a: Tensor,
+    q_norm: Tensor,
+    wq_b: Tensor,
+    wkv: Tensor,
+    kv_norm: Tensor,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    indices: Tensor,
+    wo_a: Tensor,
+    wo_b: Tensor,
+    token_topk_to_pos: Tensor,
+    q_a: Tensor,
+    qr: Tensor,
+    qr_rstd: Tensor,
+    q_b: Tensor,
+    q: Tensor,
+    q_rstd: Tensor,
+    kv_a: Tensor,
+    kv_rstd: Tensor,
+    kv: Tensor,
+    attn_out: Tensor,
+    lse: Tensor,
+    rotated: Tensor,
+    z: Tensor,
+    dy: Tensor,
+    *,
+    rope_dim: int | None = None,
+    out: Any = None,
+) -> AttentionLayerBackwardResult:
+    """Gradients of `attention_layer`: An attention layer over a window: both projections, attention, output projection, and the gradients of all.
+
+    Specification: inference 5.1, inference 8, inference 9, training 14.
+
+    Args:
+        h: [num_tokens, hidden_size] bf16.
+        wq_a: [q_lora_rank, hidden_size] bf16.
+        q_norm: [q_lora_rank] f32.
+        wq_b: [all_channels, q_lora_rank] bf16.
+        wkv: [head_dim, hidden_size] bf16.
+        kv_norm: [head_dim] f32.
+        sink: [num_heads] f32.
+        cos: [num_tokens, half_rope_dim] f32.
+        sin: [num_tokens, half_rope_dim] f32.
+        indices: [num_tokens, window] i32.
+        wo_a: [o_groups, o_lora_rank, group_width] bf16.
+        wo_b: [hidden_size, latent] bf16.
+        token_topk_to_pos: [num_tokens, one] i32.
+        q_a: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
+        qr: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
+        qr_rstd: [num_tokens] f32, as the forward wrote it.
+        q_b: [num_tokens, all_channels] bf16, as the forward wrote it.
+        q: [num_tokens, all_channels] bf16, as the forward wrote it.
+        q_rstd: [num_tokens, num_heads] f32, as the forward wrote it.
+        kv_a: [num_tokens, head_dim] bf16, as the forward wrote it.
+        kv_rstd: [num_tokens] f32, as the forward wrote it.
+        kv: [num_tokens, head_dim] bf16, as the forward wrote it.
+        attn_out: [num_tokens, num_heads, head_dim] bf16, as the forward wrote it.
+        lse: [num_tokens, num_heads] f32, as the forward wrote it.
+        rotated: [num_tokens, all_channels] bf16, as the forward wrote it.
+        z: [num_tokens, latent] bf16, as the forward wrote it.
+        dy: [num_tokens, hidden_size] bf16, the gradient of `y`.
+        rope_dim: a number.
+        out: Results to write, as this returns them.
+
+    Returns:
+        dz: [num_tokens, latent] bf16, the gradient of `z`.
+        dwo_b: [hidden_size, latent] f32, the gradient of `wo_b`.
+        drotated: [num_tokens, all_channels] bf16, the gradient of `rotated`.
+        dwo_a: [o_groups, o_lora_rank, group_width] f32, the gradient of `wo_a`.
+        dattn_out: [num_tokens, num_heads, head_dim] bf16, the gradient of `attn_out`.
+        dq: [num_tokens, all_channels] bf16, the gradient of `q`.
+        dkv: [num_tokens, head_dim] bf16, the gradient of `kv`.
+        dsink: [num_heads] f32, the gradient of `sink`.
+        dq_b: [num_tokens, all_channels] bf16, the gradient of `q_b`.
+        dwq_b: [all_channels, q_lora_rank] f32, the gradient of `wq_b`.
+        dqr: [num_tokens, q_lora_rank] bf16, the gradient of `qr`.
+        dq_norm: [q_lora_rank] f32, the gradient of `q_norm`.
+        dq_a: [num_tokens, q_lora_rank] bf16, the gradient of `q_a`.
+        dwq_a: [q_lora_rank, hidden_size] f32, the gradient of `wq_a`.
+        dn: [num_tokens, head_dim] bf16, the gradient of `n`.
+        dkv_norm: [head_dim] f32, the gradient of `kv_norm`.
+        dkv_a: [num_tokens, head_dim] bf16, the gradient of `kv_a`.
+        dwkv: [head_dim, hidden_size] f32, the gradient of `wkv`.
+        dh: [num_tokens, hidden_size] bf16, the gradient of `h`.
+    """
+    ...
+
 def kv_cache_write(
     kv: Tensor,
     slots: Tensor,

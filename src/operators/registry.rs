@@ -40,6 +40,7 @@ pub static OPERATORS: &[&AnyOperator] = &[
     &AnyOperator::of::<super::attention::attention_combine::AttentionCombine>(),
     &AnyOperator::of::<super::attention::inverse_rope_quantize::InverseRopeQuantize>(),
     &AnyOperator::of::<super::projections::output_projection::OutputProjection>(),
+    &AnyOperator::of::<super::attention::attention_layer::AttentionLayer<0>>(),
     &AnyOperator::of::<super::cache::kv_cache_write::KvCacheWrite>(),
     &AnyOperator::of::<super::cache::indexer_cache_write::IndexerCacheWrite>(),
     &AnyOperator::of::<super::experts::router::Router>(),

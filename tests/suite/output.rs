@@ -709,7 +709,7 @@ fn an_unknown_operator_is_answered_with_similar_ones() {
     }
     Parity::new(&["ops", "attention"]).run().assert_bad_input(&[
         "`sparse_attention`",
-        "`decode_attention`",
+        "`attention_layer`",
         " or ",
     ]);
     let nothing = Parity::new(&["ops", "zzz"]).run();

@@ -1,6 +1,7 @@
 //! Attention and what follows it.
 
 pub mod attention_combine;
+pub mod attention_layer;
 pub mod attention_output_rotation;
 pub mod cp_sparse_attention;
 pub mod cp_window;

@@ -107,11 +107,11 @@ impl OutputProjectionCase {
     }
 
     /// Features of z.
-    fn latent(&self) -> usize {
+    pub(crate) fn latent(&self) -> usize {
         self.o_groups * self.o_lora_rank
     }
 
-    fn group_width(&self) -> usize {
+    pub(crate) fn group_width(&self) -> usize {
         self.num_heads / self.o_groups.max(1) * self.head_dim
     }
 
