@@ -22,7 +22,7 @@
 // channels of an entry and u goes through memory. Sums use rows of partials, no atomics.
 // Floor at 4.24 TB/s, 8 bytes a value of kv: 32768 tokens of width 1024 67 us, of 512 at ratio
 // 128 32 us; backward twice that. Limit: memory; backward with overlap 8 warps an SM.
-// ELEMENT: type of pooled, entries, dentries: bf16 or float. Tried: kernels/docs/compressor.md.
+// ELEMENT: type of pooled, entries, dentries, GRADIENT: of dkv, dgate. Tried: kernels/docs/compressor.md.
 #include "compressor.h"
 
 constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 128;
@@ -63,8 +63,8 @@ struct CompressorBackwardParams {
     const float* sin; int64_t sin_stride;
     const ELEMENT* pooled;                                    // as the forward saved it
     const ELEMENT* dentries; int64_t dentries_stride;      // [num_entries, head_dim]
-    float* dkv; int64_t dkv_stride;                     // [num_tokens, width]
-    float* dgate; int64_t dgate_stride;
+    GRADIENT* dkv; int64_t dkv_stride;                  // [num_tokens, width]
+    GRADIENT* dgate; int64_t dgate_stride;
     float* dpooled;               // [num_entries, head_dim], between two kernels without overlap
     float* dape_partials;                                     // [a row for each block, ratio * width]
     float* dnorm_weight_partials;                             // [a row for each block, head_dim]
@@ -83,8 +83,8 @@ struct CompressorSumsParams {
     const float* dnorm_weight_partials;  // [num_dnorm_weight_partials, head_dim]
     float* dape;                         // [num_ape]
     float* dnorm_weight;                 // [head_dim]
-    float* dkv; int64_t dkv_stride;
-    float* dgate; int64_t dgate_stride;
+    GRADIENT* dkv; int64_t dkv_stride;
+    GRADIENT* dgate; int64_t dgate_stride;
     const int32_t* cu_seqlens;
     const int32_t* cu_entries;
     int32_t num_tokens;

@@ -66,7 +66,7 @@ impl Epilogue {
 
 /// Every module that the launchers compile.
 pub fn modules() -> Vec<Module> {
-    modules_of_floats(FILE, &["ELEMENT"])
+    modules_of_floats(FILE, &["ELEMENT", "GRADIENT"])
 }
 
 /// The sizes of a call.
@@ -243,7 +243,8 @@ impl<'a> Call<'a> {
             .get("entries")
             .or_else(|| views.get("pooled"))
             .map_or(DType::Bf16, |stored| stored.dtype);
-        let defines = element_types(&[("ELEMENT", stored)]);
+        let gradient = views.get("dkv").map_or(DType::F32, |gradient| gradient.dtype);
+        let defines = element_types(&[("ELEMENT", stored), ("GRADIENT", gradient)]);
         Ok(Self {
             signature,
             extents,
@@ -335,8 +336,8 @@ pub fn forward(
 /// - those that the forward read, and `pooled` as it saved it;
 /// - `dentries` `[num_entries, head_dim]`, of the type of `pooled`, rows contiguous; rows without
 ///   an entry are not read;
-/// - `dkv`, `dgate` `[num_tokens, width]` f32, rows contiguous; zero where no entry pools that half
-///   of a token;
+/// - `dkv`, `dgate` `[num_tokens, width]`, both bf16 or f32, rows contiguous; zero where no entry
+///   pools that half of a token;
 /// - `dape` `[ratio, width]` and `dnorm_weight` `[head_dim]` f32;
 /// - `workspace`, scratch memory of [`workspace_bytes`] bytes.
 ///
@@ -344,11 +345,12 @@ pub fn forward(
 /// As [`forward`].
 pub fn backward(device: &Device, views: &Views, eps: f32) -> Result<Vec<&'static str>> {
     const ENTRIES: &[&str] = &["num_entries", "head_dim"];
+    const TOKENS: &[&str] = &["num_tokens", "width"];
     let tensors = [
         saved("pooled", true).of(&FLOATS).axes(ENTRIES),
         read("dentries").like("pooled").rows().one_stride(),
-        write("dkv").like("kv").rows().one_stride(),
-        write("dgate").like("kv").rows().one_stride(),
+        write("dkv").of(&FLOATS).axes(TOKENS).rows().one_stride(),
+        write("dgate").typed("dkv").axes(TOKENS).rows().one_stride(),
         write("dape").like("ape"),
         write("dnorm_weight").like("norm_weight"),
         scratch("workspace", 16),

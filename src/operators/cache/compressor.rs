@@ -63,6 +63,8 @@ pub struct CompressorCase {
     pub table_rows: usize,
     /// Type of entries, and of what is saved for them.
     pub dtype: Float,
+    /// Type of the gradients of kv and gate; bf16 is what a GEMM's backward takes.
+    pub gradients: Float,
     /// The lengths of the sequences.
     pub packing: Packing,
     /// Whether inputs that no entry pools are NaN.
@@ -99,6 +101,7 @@ fn plain(
         rope_dim,
         table_rows: num_tokens.max(1),
         dtype: Float::Bf16,
+        gradients: Float::F32,
         packing: Packing::Drawn,
         poison: false,
         saves_pooled: true,
@@ -325,8 +328,8 @@ impl Operator for Compressor {
                 .only_in(if c.saves_pooled { "forward" } else { "saving forward" })
                 .when(c.saves_pooled || c.has_backward()),
             upstream("dentries", "entries").when(c.has_backward()),
-            gradient("dkv", "kv", DType::F32).when(c.has_backward()),
-            gradient("dgate", "gate", DType::F32).when(c.has_backward()),
+            gradient("dkv", "kv", c.gradients.dtype()).when(c.has_backward()),
+            gradient("dgate", "gate", c.gradients.dtype()).when(c.has_backward()),
             gradient("dape", "ape", DType::F32).when(c.has_backward()),
             gradient("dnorm_weight", "norm_weight", DType::F32).when(c.has_backward()),
             scratch("entries_of_saving_forward", dtype, &entries)
@@ -365,7 +368,8 @@ impl Operator for Compressor {
         let tokens = profile.of([60usize, 150, 1500]);
         let heads = vec![[16usize, 8], [12, 12], [24, 4], [24, 10], [36, 0], [128, 64], [512, 64]];
         let ratio = prop_oneof![Just(128usize), 1..=9usize];
-        let form = (any::<bool>(), ratio, select(heads), Float::strategy());
+        let types = (Float::strategy(), Float::strategy());
+        let form = (any::<bool>(), ratio, select(heads), types);
         let shape = (0..=tokens, 0..=6usize, -1..=2i64);
         let flags = (
             any::<bool>(),
@@ -380,7 +384,7 @@ impl Operator for Compressor {
         (form, shape, flags, numbers, Data::strategy(-18..=18))
             .prop_map(
                 |(
-                    (overlaps, ratio, head, dtype),
+                    (overlaps, ratio, head, (dtype, gradients)),
                     (tokens, sequences, more),
                     flags,
                     numbers,
@@ -403,6 +407,7 @@ impl Operator for Compressor {
                     CompressorCase {
                         num_entries,
                         dtype,
+                        gradients,
                         poison,
                         saves_pooled,
                         epilogue,
@@ -420,7 +425,7 @@ impl Operator for Compressor {
         let f32 = |case| CompressorCase { dtype: Float::F32, ..case };
         vec![
             overlapping(26, 3, [16, 8]),
-            plain([23, 3], 3, false, [24, 8]),
+            plain([23, 3], 3, false, [24, 8]).with(|case| case.gradients = Float::Bf16),
             // Rows that are not multiples of 16 bytes: the scalar kernels'.
             overlapping(19, 2, [12, 4]),
             plain([13, 2], 2, false, [8, 4]).then(f32),
@@ -450,6 +455,9 @@ impl Operator for Compressor {
             overlapping(70, 5, [128, 64]).then(poisoned),
             plain([300, 2], 128, false, [72, 8]).then(poisoned),
             plain([20, 1], 10, false, [512, 64]).with(|case| case.packing = Packing::Equal),
+            // Gradients in bf16, of halves of tokens and of whole ones that no entry pools, too.
+            overlapping(27, 2, [16, 8]).with(|case| case.gradients = Float::Bf16),
+            overlapping(14, 1, [12, 4]).with(|case| case.gradients = Float::Bf16),
             // As in inference.
             overlapping(21, 2, [16, 8]).with(|case| case.saves_pooled = false),
             // An entry takes two warps; more entries than blocks; too few rows.

@@ -97,6 +97,7 @@ impl CpCompressorCase {
             rope_dim: self.rope_dim,
             table_rows: self.table_rows,
             dtype: self.dtype,
+            gradients: Float::F32,
             packing: Packing::Filled,
             poison: self.poison,
             saves_pooled: true,
