@@ -181,7 +181,8 @@ impl AttentionLayerCase {
 
     fn attention(&self) -> SparseAttentionCase {
         let Self { num_tokens, num_heads, head_dim, .. } = *self;
-        let (num_keys, slots) = (num_tokens + self.num_entries(), self.window + self.listed);
+        let num_keys = num_tokens.saturating_add(self.num_entries());
+        let slots = self.window.saturating_add(self.listed);
         SparseAttentionCase {
             key_gradients: KeyGradients::Deterministic,
             seed: self.data.seed,
@@ -211,13 +212,8 @@ impl AttentionLayerCase {
         token % self.sequence_length.max(1)
     }
 
-    /// Tokens of each sequence.
-    fn lengths(&self) -> Vec<usize> {
-        let length = self.sequence_length.max(1);
-        (0..self.num_tokens)
-            .step_by(length)
-            .map(|start| length.min(self.num_tokens - start))
-            .collect()
+    fn num_sequences(&self) -> usize {
+        self.num_tokens.div_ceil(self.sequence_length.max(1))
     }
 
     /// Whether there are entries.
@@ -229,19 +225,24 @@ impl AttentionLayerCase {
         length.checked_div(self.ratio).unwrap_or(0)
     }
 
+    /// Entries of so many tokens in sequences.
+    fn entries_before(&self, token: usize) -> usize {
+        let length = self.sequence_length.max(1);
+        let whole = (token / length).saturating_mul(self.entries_of(length));
+        whole.saturating_add(self.entries_of(token % length))
+    }
+
     /// Entries of all sequences.
     fn num_entries(&self) -> usize {
-        self.lengths().into_iter().map(|length| self.entries_of(length)).sum()
+        self.entries_before(self.num_tokens)
     }
 
     /// First token and first entry of each sequence, and their ends.
     fn ends(&self) -> [Vec<i32>; 2] {
-        let (mut tokens, mut entries) = (vec![0], vec![0]);
-        for length in self.lengths() {
-            tokens.push(tokens[tokens.len() - 1] + length as i32);
-            entries.push(entries[entries.len() - 1] + self.entries_of(length) as i32);
-        }
-        [tokens, entries]
+        let starts = (0..self.num_tokens).step_by(self.sequence_length.max(1));
+        let tokens: Vec<usize> = starts.chain([self.num_tokens]).collect();
+        let entries = tokens.iter().map(|token| self.entries_before(*token) as i32).collect();
+        [tokens.into_iter().map(|token| token as i32).collect(), entries]
     }
 
     /// Columns of the compressor's products.
@@ -268,13 +269,12 @@ impl AttentionLayerCase {
     /// The keys that a token lists: entries that end before it or with it, drawn without repetition,
     /// then the rows of its window, the nearest last; -1 where there are fewer.
     fn lists(&self) -> Vec<i32> {
-        let firsts = self.ends()[1].clone();
         let of_token = |token: usize| {
-            let (position, sequence) = (self.position(token), token / self.sequence_length.max(1));
+            let position = self.position(token);
             let seen = self.entries_of(position + 1);
             let mut draw = Draw::numbered(self.data.seed, "entries", token);
             let drawn = index::sample(draw.rng(), seen, self.listed.min(seen)).into_vec();
-            let first = self.num_tokens as i32 + firsts[sequence];
+            let first = (self.num_tokens + self.entries_before(token - position)) as i32;
             let absent = vec![-1; self.listed - drawn.len()];
             let entries = drawn.into_iter().map(move |entry| first + entry as i32);
             let window = (0..self.window).rev().map(move |distance| {
@@ -421,13 +421,13 @@ impl<const FAULT: u8> Operator for AttentionLayer<FAULT> {
         };
         let compresses = c.compresses();
         let (keys, slots) = (
-            axis("num_keys", c.num_tokens + c.num_entries()),
+            axis("num_keys", c.num_tokens.saturating_add(c.num_entries())),
             axis("slots", c.window.saturating_add(c.listed)),
         );
         let of_tokens = [tokens, axis("width", c.width())];
         let entries = axis("num_entries", c.num_entries());
         let of_ape = [axis("ratio", c.ratio), of_tokens[1]];
-        let ends = [axis("num_sequences_and_one", c.lengths().len() + 1)];
+        let ends = [axis("num_sequences_and_one", c.num_sequences() + 1)];
         let table = [axis("positions", c.sequence_length), half];
         let terms = axis("terms", c.terms());
         let tensors = [
