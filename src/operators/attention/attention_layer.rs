@@ -1,21 +1,23 @@
-//! `attention_layer` (training 6, 9 and 14): an attention layer, forward and backward, composed as in a
-//! training step: over a window alone, or over a window and compressed entries (CSA with a ratio of
-//! 4 and overlap, HCA with 128).
+//! `attention_layer` (training 6, 9 and 14): an attention layer, forward and backward, composed as
+//! in a training step: over a window alone, or over a window and compressed entries (CSA with a
+//! ratio of 4 and overlap, HCA with 128).
 //!
 //! ```text
-//! forward    q = query_projection(h)     kv = kv_projection(h)     c_kv, c_gate = h wkv_c^T, h wgate_c^T
-//!            entries = compressor(c_kv, c_gate)                    keys = kv and then entries
+//! forward    q = query_projection(h)     kv = kv_projection(h)
+//!            entries = compressor(h wkv_c^T, h wgate_c^T)          keys = kv and then entries
 //!            attn_out, lse = attention(q, keys, sink, lists)       y = output_projection(attn_out)
-//! backward   dattn_out, dwo_a, dwo_b of dy        dq, dkeys, dsink of dattn_out, on the saved attn_out and lse
-//!            dwq_a, dq_norm, dwq_b of dq          dwkv, dkv_norm of dkeys       dape, dc_norm, dwkv_c, dwgate_c of dkeys
+//! backward   dattn_out, dwo_a, dwo_b of dy
+//!            dq, dkeys, dsink of dattn_out, on the saved attn_out and lse
+//!            dwq_a, dq_norm, dwq_b of dq     dwkv, dkv_norm of dkeys
+//!            dape, dc_norm, dwkv_c, dwgate_c of dkeys
 //!            dh = the sum of what all projections give
 //! ```
 //!
 //! Each operator may be correct by itself, and still a layer may be wrong. A row of kv is key and
 //! value, so its rotation reaches the output, which is turned back by the position of its token. h
-//! has gradients from several sides. What one backward reads, another may have overwritten. Heads of
-//! q, of the output and of the groups of wo_a must be the same ones. Rows of entries follow those of
-//! tokens, and an entry is seen only by tokens behind its last one.
+//! has gradients from several sides. What one backward reads, another may have overwritten. Heads
+//! of q, of the output and of the groups of wo_a must be the same ones. Rows of entries follow
+//! those of tokens, and an entry is seen only from its last token on.
 //!
 //! Lists are given: which entries a token lists is the indexer's choice (`indexer_distillation`).
 //! Packed sequences have as many tokens each, but for the last one. Positions start again in each,
@@ -47,14 +49,14 @@ use crate::operators::projections::query_projection::{QueryProjection, QueryProj
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::TableForm;
 
-/// The operators in sequence. `FAULT` plants an error of the composition, which the tests show to be
-/// found: no kernel has it.
+/// The operators in sequence. `FAULT` plants an error of the composition, which no kernel has; the
+/// tests show that it is found.
 pub struct AttentionLayer<const FAULT: u8 = 0>;
 
 /// h's gradient lacks what comes through the queries.
 pub const TERM_OF_QUERIES_MISSING: u8 = 1;
 
-/// h's gradient has what comes through the keys in place of that, too.
+/// h's gradient has what comes through the keys twice, and nothing of the queries.
 pub const TERM_OF_KEYS_TWICE: u8 = 2;
 
 /// The attention's backward reads keys before their rotation.
@@ -266,8 +268,8 @@ impl AttentionLayerCase {
         if self.compresses() { 1 + PRODUCTS.len() } else { 1 }
     }
 
-    /// The keys that a token lists: entries that end before it or with it, drawn without repetition,
-    /// then the rows of its window, the nearest last; -1 where there are fewer.
+    /// The keys that a token lists: entries that end before it or with it, drawn without
+    /// repetition, then the rows of its window, the nearest last; -1 where there are fewer.
     fn lists(&self) -> Vec<i32> {
         let of_token = |token: usize| {
             let position = self.position(token);
@@ -342,7 +344,6 @@ impl<const FAULT: u8> Operator for AttentionLayer<FAULT> {
             "rope_forward",
             "rope_forward_scalar",
             "compressor_overlap_vector",
-            "compressor_overlap_scalar",
             "compressor_pool_vector",
             "compressor_norm_vector",
             "sparse_attention_forward<16>",
@@ -369,11 +370,9 @@ impl<const FAULT: u8> Operator for AttentionLayer<FAULT> {
             "backward linear_dw_scalar",
             "backward linear_sum",
             "backward compressor_overlap_backward_vector",
-            "backward compressor_overlap_backward_scalar",
             "backward compressor_norm_backward_vector",
             "backward compressor_pool_backward_vector",
             "backward compressor_sums_vector",
-            "backward compressor_sums_scalar",
             "backward rms_norm_backward_warp",
             "backward rms_norm_backward_block",
             "backward rms_norm_backward_scalar",
@@ -462,8 +461,9 @@ impl<const FAULT: u8> Operator for AttentionLayer<FAULT> {
             output("kv_a", bf16, &[tokens, dim]).rows(),
             output("n", bf16, &[tokens, dim]).rows(),
             output("kv_rstd", f32, &[tokens]),
-            output("c_kv", f32, &of_tokens).rows().when(compresses),
-            output("c_gate", f32, &of_tokens).rows().when(compresses),
+            // Other layouts take other kernels of the compressor, which it tries itself.
+            output("c_kv", f32, &of_tokens).aligned_rows().when(compresses),
+            output("c_gate", f32, &of_tokens).aligned_rows().when(compresses),
             output("pooled", bf16, &[entries, dim]).when(compresses),
             output("keys", bf16, &[keys, dim]).aligned_rows(),
             output("attn_out", bf16, &[tokens, heads, dim]).aligned_rows(),
@@ -493,9 +493,9 @@ impl<const FAULT: u8> Operator for AttentionLayer<FAULT> {
             gradient("dwkv", "wkv", f32),
             gradient("dape", "ape", f32).when(compresses),
             gradient("dc_norm", "c_norm", f32).when(compresses),
-            gradient("dc_kv", "c_kv", bf16).when(compresses),
+            gradient("dc_kv", "c_kv", bf16).aligned_rows().when(compresses),
             gradient("dwkv_c", "wkv_c", f32).when(compresses),
-            gradient("dc_gate", "c_gate", bf16).when(compresses),
+            gradient("dc_gate", "c_gate", bf16).aligned_rows().when(compresses),
             gradient("dwgate_c", "wgate_c", f32).when(compresses),
             scratch("dh_of_q", bf16, &[tokens, hidden]),
             scratch("dh_of_keys", bf16, &[terms, tokens, hidden]),
