@@ -156,7 +156,8 @@ class Torch:
 
     _known = None
 
-    def key(self, tensor):
+    @staticmethod
+    def key(tensor):
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
     def makers(self, described):

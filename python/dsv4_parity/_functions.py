@@ -133,12 +133,8 @@ class Function:
 
 def _torch_keys(tensors):
     """All that a call of torch's tensors is prepared for."""
-    return tuple(
-        [
-            None if one is None else (one.shape, one.stride(), one.dtype, one.get_device())
-            for one in tensors
-        ]
-    )
+    key = _frameworks.Torch.key
+    return tuple([None if one is None else key(one) for one in tensors])
 
 
 class _Prepared:

@@ -4,7 +4,7 @@
 use dsv4_parity::operator::call::Call;
 use dsv4_parity::operator::declaration::Axis;
 use dsv4_parity::operators::registry;
-use dsv4_runtime::kept::Kept;
+use dsv4_runtime::kept::{Kept, alignment};
 use dsv4_runtime::{DType, Device, Environment, RuntimeError, TensorView, Views, cuda};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -131,7 +131,7 @@ pub struct Bound {
 }
 
 /// The alignment of each address of a call.
-type Alignments = Vec<u8>;
+type Alignments = Vec<u64>;
 
 /// The launches on tensors of these alignments and the paths that run, if they can be kept.
 type OfAlignments = Option<Arc<(Kept, Vec<String>)>>;
@@ -193,7 +193,7 @@ impl Bound {
 
     /// What is kept for these alignments, watched first if it is not known yet.
     fn kept(&self, device: &Device, addresses: &[u64]) -> OfAlignments {
-        let alignments = || addresses.iter().map(|address| *address as u8);
+        let alignments = || addresses.iter().copied().map(alignment);
         let mut known = self.kept.lock().unwrap_or_else(|e| e.into_inner());
         if let Some((_, kept)) = known.iter().find(|(of, _)| alignments().eq(of.iter().copied())) {
             return kept.clone();

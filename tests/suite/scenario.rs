@@ -1,6 +1,6 @@
-//! Errors of a composition, which no kernel has. FM-03: an inverse rotation that runs in place on the
-//! attention's saved output. And an attention layer that adds up its gradients wrongly, or whose
-//! backward reads other keys than its forward.
+//! Errors of a composition, which no kernel has. FM-03: an inverse rotation that runs in place on
+//! the attention's saved output. And an attention layer that adds up its gradients wrongly, or
+//! whose backward reads other keys than its forward.
 
 use std::collections::BTreeSet;
 

@@ -22,7 +22,7 @@
 // channels of an entry and u goes through memory. Sums use rows of partials, no atomics.
 // Floor at 4.24 TB/s, 8 bytes a value of kv: 32768 tokens of width 1024 67 us, of 512 at ratio
 // 128 32 us; backward twice that. Limit: memory; backward with overlap 8 warps an SM.
-// ELEMENT: type of pooled, entries, dentries, GRADIENT: of dkv, dgate. Tried: kernels/docs/compressor.md.
+// ELEMENT: type of pooled, entries, dentries; GRADIENT: of dkv, dgate. See kernels/docs/compressor.md.
 #include "compressor.h"
 
 constexpr int FORWARD_THREADS = 128, BACKWARD_THREADS = 128;

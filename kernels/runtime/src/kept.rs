@@ -19,7 +19,7 @@ use super::tensor_map::{MapWords, TensorMap};
 use super::turns::Turn;
 
 /// Launchers look at addresses modulo this at most.
-pub const ALIGNMENT: u64 = 256;
+const ALIGNMENT: u64 = 256;
 
 /// Bytes between invented addresses. No tensor is half as large.
 const SPACING: u64 = 1 << 44;
@@ -30,6 +30,11 @@ const FIRST: u64 = 1000;
 
 /// Most tensors of a call.
 const MOST_TENSORS: usize = FIRST as usize;
+
+/// What launchers may look at of an address: calls on tensors with the same are kept once.
+pub fn alignment(address: u64) -> u64 {
+    address % ALIGNMENT
+}
 
 /// The launches of a call on tensors of known types, shapes, strides and alignments.
 pub struct Kept {
@@ -129,7 +134,7 @@ impl Kept {
             others.all(|(other, &there)| extent.is_apart(address, other, there))
         };
         self.tensors.len() == addresses.len()
-            && placed().all(|(extent, address)| address % ALIGNMENT == extent.alignment)
+            && placed().all(|(extent, &address)| alignment(address) == extent.alignment)
             && placed().enumerate().all(apart)
     }
 }
@@ -143,7 +148,7 @@ impl Extent {
         })?;
         let elements = if view.elements() == 0 { 0 } else { last.checked_add(1)? };
         let bytes = elements.checked_mul(view.dtype.size() as u64)?;
-        let alignment = view.address % ALIGNMENT;
+        let alignment = alignment(view.address);
         (bytes < SPACING / 4).then_some(Self { alignment, bytes })
     }
 

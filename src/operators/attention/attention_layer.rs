@@ -1,11 +1,14 @@
-//! `attention_layer` (training 14): an attention layer over a window, forward and backward, composed
-//! as in a training step.
+//! `attention_layer` (training 14): an attention layer over a window, forward and backward,
+//! composed as in a training step.
 //!
 //! ```text
-//! forward    q = query_projection(h)     kv = kv_projection(h)     attn_out, lse = attention(q, kv, sink, lists)
+//! forward    q = query_projection(h)               kv = kv_projection(h)
+//!            attn_out, lse = attention(q, kv, sink, lists)
 //!            y = output_projection(attn_out)
-//! backward   dattn_out, dwo_a, dwo_b of dy        dq, dkv, dsink of dattn_out, on the saved attn_out and lse
-//!            dh_of_q, dwq_a, dq_norm, dwq_b of dq        dh_of_kv, dwkv, dkv_norm of dkv        dh = dh_of_q + dh_of_kv
+//! backward   dattn_out, dwo_a, dwo_b of dy
+//!            dq, dkv, dsink of dattn_out, on the saved attn_out and lse
+//!            dh_of_q, dwq_a, dq_norm, dwq_b of dq  dh_of_kv, dwkv, dkv_norm of dkv
+//!            dh = dh_of_q + dh_of_kv
 //! ```
 //!
 //! Each operator may be correct by itself, and still a layer may be wrong. A row of kv is key and
@@ -39,14 +42,14 @@ use crate::operators::projections::query_projection::{QueryProjection, QueryProj
 use crate::operators::projections::rms_norm::sizes_of_rows;
 use crate::operators::projections::rope::TableForm;
 
-/// The operators in sequence. `FAULT` plants an error of the composition, which the tests show to be
-/// found: no kernel has it.
+/// The operators in sequence. `FAULT` plants an error of the composition, which no kernel has; the
+/// tests show that it is found.
 pub struct AttentionLayer<const FAULT: u8 = 0>;
 
 /// h's gradient lacks what comes through the keys.
 pub const TERM_OF_KEYS_MISSING: u8 = 1;
 
-/// h's gradient has what comes through the keys twice.
+/// h's gradient has what comes through the keys twice, and nothing of the queries.
 pub const TERM_OF_KEYS_TWICE: u8 = 2;
 
 /// The attention's backward reads keys before their rotation.
@@ -84,7 +87,7 @@ pub struct AttentionLayerCase {
     pub data: Data,
 }
 
-/// The sequence in which each token is a stand-in for a row that the sum of h's gradients reads.
+/// Which row of a term of h's gradient belongs to each token: its own, as `moe_reduce` asks.
 const ROWS: &str = "token_topk_to_pos";
 
 /// A case of tokens, tokens of a sequence and window; of features, rank, heads and channels; of
