@@ -2180,7 +2180,10 @@ class AttentionLayerResult(NamedTuple):
     kv_a: Tensor
     n: Tensor
     kv_rstd: Tensor
-    kv: Tensor
+    c_kv: Tensor | None
+    c_gate: Tensor | None
+    pooled: Tensor | None
+    keys: Tensor
     attn_out: Tensor
     lse: Tensor
     max_logits: Tensor
@@ -2201,14 +2204,25 @@ def attention_layer(
     indices: Tensor,
     wo_a: Tensor,
     wo_b: Tensor,
+    wkv_c: Tensor | None = None,
+    wgate_c: Tensor | None = None,
+    ape: Tensor | None = None,
+    c_norm: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_entries: Tensor | None = None,
+    entry_cos: Tensor | None = None,
+    entry_sin: Tensor | None = None,
     *,
     eps: float = 1e-06,
+    listed: int | None = None,
     rope_dim: int | None = None,
+    sequence_length: int | None = None,
+    window: int | None = None,
     out: Any = None,
 ) -> AttentionLayerResult:
-    """An attention layer over a window: both projections, attention, output projection, and the gradients of all.
+    """An attention layer over a window and compressed entries: projections, compressor, attention, output projection, and the gradients of all.
 
-    Specification: inference 5.1, inference 8, inference 9, training 14.
+    Specification: inference 5.1, inference 6, inference 8, inference 9, training 9, training 14.
 
     Args:
         h: [num_tokens, hidden_size] bf16.
@@ -2220,11 +2234,22 @@ def attention_layer(
         sink: [num_heads] f32.
         cos: [num_tokens, half_rope_dim] f32.
         sin: [num_tokens, half_rope_dim] f32.
-        indices: [num_tokens, window] i32.
+        indices: [num_tokens, slots] i32.
         wo_a: [o_groups, o_lora_rank, group_width] bf16.
         wo_b: [hidden_size, latent] bf16.
+        wkv_c: [width, hidden_size] bf16; may be absent.
+        wgate_c: [width, hidden_size] bf16; may be absent.
+        ape: [ratio, width] f32; may be absent.
+        c_norm: [head_dim] f32; may be absent.
+        cu_seqlens: [num_sequences_and_one] i32; may be absent.
+        cu_entries: [num_sequences_and_one] i32; may be absent.
+        entry_cos: [positions, half_rope_dim] f32; may be absent.
+        entry_sin: [positions, half_rope_dim] f32; may be absent.
         eps: a number; the model's is 1e-06.
+        listed: a number.
         rope_dim: a number.
+        sequence_length: a number.
+        window: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -2237,7 +2262,10 @@ def attention_layer(
         kv_a: [num_tokens, head_dim] bf16, as the forward wrote it.
         n: [num_tokens, head_dim] bf16, as the forward wrote it.
         kv_rstd: [num_tokens] f32, as the forward wrote it.
-        kv: [num_tokens, head_dim] bf16, as the forward wrote it.
+        c_kv: [num_tokens, width] f32, as the forward wrote it; may be absent.
+        c_gate: [num_tokens, width] f32, as the forward wrote it; may be absent.
+        pooled: [num_entries, head_dim] bf16, as the forward wrote it; may be absent.
+        keys: [num_keys, head_dim] bf16, as the forward wrote it.
         attn_out: [num_tokens, num_heads, head_dim] bf16, as the forward wrote it.
         lse: [num_tokens, num_heads] f32, as the forward wrote it.
         max_logits: [num_tokens, num_heads] f32, as the forward wrote it.
@@ -2254,7 +2282,7 @@ class AttentionLayerBackwardResult(NamedTuple):
     dwo_a: Tensor
     dattn_out: Tensor
     dq: Tensor
-    dkv: Tensor
+    dkeys: Tensor
     dsink: Tensor
     dq_b: Tensor
     dwq_b: Tensor
@@ -2266,6 +2294,12 @@ class AttentionLayerBackwardResult(NamedTuple):
     dkv_norm: Tensor
     dkv_a: Tensor
     dwkv: Tensor
+    dape: Tensor | None
+    dc_norm: Tensor | None
+    dc_kv: Tensor | None
+    dwkv_c: Tensor | None
+    dc_gate: Tensor | None
+    dwgate_c: Tensor | None
     dh: Tensor
 
 def attention_layer_backward(
@@ -2290,19 +2324,34 @@ def attention_layer_backward(
     q_rstd: Tensor,
     kv_a: Tensor,
     kv_rstd: Tensor,
-    kv: Tensor,
+    keys: Tensor,
     attn_out: Tensor,
     lse: Tensor,
     rotated: Tensor,
     z: Tensor,
     dy: Tensor,
+    wkv_c: Tensor | None = None,
+    wgate_c: Tensor | None = None,
+    ape: Tensor | None = None,
+    c_norm: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_entries: Tensor | None = None,
+    entry_cos: Tensor | None = None,
+    entry_sin: Tensor | None = None,
+    c_kv: Tensor | None = None,
+    c_gate: Tensor | None = None,
+    pooled: Tensor | None = None,
     *,
+    eps: float = 1e-06,
+    listed: int | None = None,
     rope_dim: int | None = None,
+    sequence_length: int | None = None,
+    window: int | None = None,
     out: Any = None,
 ) -> AttentionLayerBackwardResult:
-    """Gradients of `attention_layer`: An attention layer over a window: both projections, attention, output projection, and the gradients of all.
+    """Gradients of `attention_layer`: An attention layer over a window and compressed entries: projections, compressor, attention, output projection, and the gradients of all.
 
-    Specification: inference 5.1, inference 8, inference 9, training 14.
+    Specification: inference 5.1, inference 6, inference 8, inference 9, training 9, training 14.
 
     Args:
         h: [num_tokens, hidden_size] bf16.
@@ -2314,10 +2363,10 @@ def attention_layer_backward(
         sink: [num_heads] f32.
         cos: [num_tokens, half_rope_dim] f32.
         sin: [num_tokens, half_rope_dim] f32.
-        indices: [num_tokens, window] i32.
+        indices: [num_tokens, slots] i32.
         wo_a: [o_groups, o_lora_rank, group_width] bf16.
         wo_b: [hidden_size, latent] bf16.
-        token_topk_to_pos: [num_tokens, one] i32.
+        token_topk_to_pos: [num_tokens, terms] i32.
         q_a: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
         qr: [num_tokens, q_lora_rank] bf16, as the forward wrote it.
         qr_rstd: [num_tokens] f32, as the forward wrote it.
@@ -2326,13 +2375,28 @@ def attention_layer_backward(
         q_rstd: [num_tokens, num_heads] f32, as the forward wrote it.
         kv_a: [num_tokens, head_dim] bf16, as the forward wrote it.
         kv_rstd: [num_tokens] f32, as the forward wrote it.
-        kv: [num_tokens, head_dim] bf16, as the forward wrote it.
+        keys: [num_keys, head_dim] bf16, as the forward wrote it.
         attn_out: [num_tokens, num_heads, head_dim] bf16, as the forward wrote it.
         lse: [num_tokens, num_heads] f32, as the forward wrote it.
         rotated: [num_tokens, all_channels] bf16, as the forward wrote it.
         z: [num_tokens, latent] bf16, as the forward wrote it.
         dy: [num_tokens, hidden_size] bf16, the gradient of `y`.
+        wkv_c: [width, hidden_size] bf16; may be absent.
+        wgate_c: [width, hidden_size] bf16; may be absent.
+        ape: [ratio, width] f32; may be absent.
+        c_norm: [head_dim] f32; may be absent.
+        cu_seqlens: [num_sequences_and_one] i32; may be absent.
+        cu_entries: [num_sequences_and_one] i32; may be absent.
+        entry_cos: [positions, half_rope_dim] f32; may be absent.
+        entry_sin: [positions, half_rope_dim] f32; may be absent.
+        c_kv: [num_tokens, width] f32, as the forward wrote it; may be absent.
+        c_gate: [num_tokens, width] f32, as the forward wrote it; may be absent.
+        pooled: [num_entries, head_dim] bf16, as the forward wrote it; may be absent.
+        eps: a number; the model's is 1e-06.
+        listed: a number.
         rope_dim: a number.
+        sequence_length: a number.
+        window: a number.
         out: Results to write, as this returns them.
 
     Returns:
@@ -2342,7 +2406,7 @@ def attention_layer_backward(
         dwo_a: [o_groups, o_lora_rank, group_width] f32, the gradient of `wo_a`.
         dattn_out: [num_tokens, num_heads, head_dim] bf16, the gradient of `attn_out`.
         dq: [num_tokens, all_channels] bf16, the gradient of `q`.
-        dkv: [num_tokens, head_dim] bf16, the gradient of `kv`.
+        dkeys: [num_keys, head_dim] bf16, the gradient of `keys`.
         dsink: [num_heads] f32, the gradient of `sink`.
         dq_b: [num_tokens, all_channels] bf16, the gradient of `q_b`.
         dwq_b: [all_channels, q_lora_rank] f32, the gradient of `wq_b`.
@@ -2354,6 +2418,12 @@ def attention_layer_backward(
         dkv_norm: [head_dim] f32, the gradient of `kv_norm`.
         dkv_a: [num_tokens, head_dim] bf16, the gradient of `kv_a`.
         dwkv: [head_dim, hidden_size] f32, the gradient of `wkv`.
+        dape: [ratio, width] f32, the gradient of `ape`; may be absent.
+        dc_norm: [head_dim] f32, the gradient of `c_norm`; may be absent.
+        dc_kv: [num_tokens, width] bf16, the gradient of `c_kv`; may be absent.
+        dwkv_c: [width, hidden_size] f32, the gradient of `wkv_c`; may be absent.
+        dc_gate: [num_tokens, width] bf16, the gradient of `c_gate`; may be absent.
+        dwgate_c: [width, hidden_size] f32, the gradient of `wgate_c`; may be absent.
         dh: [num_tokens, hidden_size] bf16, the gradient of `h`.
     """
     ...

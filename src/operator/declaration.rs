@@ -171,6 +171,8 @@ pub struct TensorSpec {
     pub zeros: bool,
     /// Results are linear or homogeneous in it. Cases make it as large and as small as fp32 allows.
     pub any_size: bool,
+    /// No case has an infinity in it.
+    pub never_infinite: bool,
     /// Whether its negative entries mark padding along its axis.
     pub marks_padding: bool,
     /// Whether part of what is written is undefined. Then only the observed tensors are compared.
@@ -203,6 +205,7 @@ fn spec(name: &'static str, dtype: DType, axes: &[Axis], part: Part, source: Sou
         bends_over: None,
         zeros: false,
         any_size: false,
+        never_infinite: false,
         marks_padding: false,
         partly_undefined: false,
         own_type: false,
@@ -285,6 +288,14 @@ impl TensorSpec {
     /// Logits are not: their differences vanish when they become small.
     pub fn of_any_size(mut self) -> Self {
         self.any_size = true;
+        self
+    }
+
+    /// No case has an infinity in it: which results are infinite, and which NaN, would follow from
+    /// the signs of numbers that are computed before, some of which are next to zero. Where those
+    /// numbers are given, the operator alone is tried with it.
+    pub fn never_infinite(mut self) -> Self {
+        self.never_infinite = true;
         self
     }
 

@@ -73,7 +73,10 @@ impl Special {
                     && specs.upstreams().any(|(_, upstream)| upstream.name == name)
             }
             Self::NanIn(name) => specs.find(name).is_some_and(|spec| can_hold(spec, f64::NAN)),
-            Self::InfinityIn(name) | Self::Subnormal(name) => {
+            Self::InfinityIn(name) => specs
+                .find(name)
+                .is_some_and(|spec| can_hold(spec, f64::INFINITY) && !spec.never_infinite),
+            Self::Subnormal(name) => {
                 specs.find(name).is_some_and(|spec| can_hold(spec, f64::INFINITY))
             }
             Self::Large(name) | Self::Small(name) => specs.find(name).is_some_and(can_scale),
