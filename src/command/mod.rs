@@ -16,6 +16,7 @@ mod coverage;
 mod diff;
 mod doctor;
 mod external;
+mod gallery;
 mod generate;
 mod golden;
 mod history;
@@ -299,6 +300,11 @@ pub enum Command {
     Bisect(bisect::BisectArguments),
     /// Put times of our kernels and of public ones next to each other, from logs of both
     Beside(beside::BesideArguments),
+    /// Judge public kernels, and write one page about all of them
+    ///
+    /// Each kernel of the list has a worker, and is judged as `parity external` does. What is not
+    /// installed is skipped and said.
+    Gallery(Box<gallery::GalleryArguments>),
     /// Time the attention of several ranks, next to its kernels and its collectives alone
     Ranks(Box<ranks::RanksArguments>),
     /// List operators, or describe some
@@ -346,6 +352,7 @@ impl Command {
             Self::Bisect(arguments) => &arguments.memory,
             Self::Merge(_)
             | Self::Beside(_)
+            | Self::Gallery(_)
             | Self::Diff(_)
             | Self::History(_)
             | Self::Report(_)
@@ -383,6 +390,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Replay(arguments) => replay::execute(&arguments),
         Command::Bisect(arguments) => bisect::execute(&arguments),
         Command::Beside(arguments) => beside::execute(&arguments),
+        Command::Gallery(arguments) => gallery::execute(&arguments),
         Command::Ops(arguments) => ops::execute(&arguments),
         Command::Checkpoint(arguments) => checkpoint::execute(&arguments),
         Command::Generate(arguments) => generate::execute(&arguments),

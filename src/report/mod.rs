@@ -26,6 +26,7 @@
 //! | `batches` | batch invariance: operators by axis |
 //! | `benchmarks` | measured times, read from criterion's folders |
 //! | `beside` | times of our kernels and of public ones, next to each other |
+//! | `gallery` | public kernels, judged, on one page |
 //! | `ci` | JUnit XML, and annotations of GitHub |
 //! | `drawn` | what a report keeps of each case |
 //! | `diff` | two reports compared |
@@ -49,6 +50,7 @@ mod drawn;
 pub(crate) mod elements;
 mod failures;
 mod families;
+pub mod gallery;
 pub mod generated;
 pub mod history;
 mod html;

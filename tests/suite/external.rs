@@ -1505,10 +1505,9 @@ fn workers_for_flash_mla_give_its_kernels_what_they_ask_for_and_say_what_they_ar
         std::fs::write(dir.path().join(name), text).unwrap();
     }
     let run = |operator: &str, script: &str, case: &str| {
-        let name = |extension: &str| {
-            examples().join(format!("{script}.{extension}")).display().to_string()
-        };
-        let (command, adapter) = (format!("python3 '{}'", name("py")), name("toml"));
+        let file = |name: String| examples().join(name).display().to_string();
+        let adapter = file(format!("adapters/{script}.toml"));
+        let command = format!("python3 '{}'", file(format!("{script}.py")));
         let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
         let fixed =
             ["external", "--op", operator, "--out", &out, "--regressions", &none, "--forward-only"];
@@ -1565,7 +1564,8 @@ fn the_examples_for_libraries_agree_where_the_library_is() {
         let [out, none] = ["out", "none"].map(|name| dir.path().join(name).display().to_string());
         let command =
             format!("python3 '{}'", examples().join("pytorch_sparse_attention.py").display());
-        let adapter = examples().join("pytorch_sparse_attention.toml").display().to_string();
+        let adapter =
+            examples().join("adapters/pytorch_sparse_attention.toml").display().to_string();
         let fixed = ["external", "--op", "sparse_attention", "--out", &out, "--regressions", &none];
         let arguments =
             [&fixed[..], &["--worker", &command, "--adapter", &adapter, "--case", ATTENTION]]

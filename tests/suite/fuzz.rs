@@ -433,7 +433,7 @@ fn histories() {
 #[test]
 fn adapters() {
     let valid = [
-        &include_bytes!("../../fixtures/external/pytorch_sparse_attention.toml")[..],
+        &include_bytes!("../../fixtures/external/adapters/pytorch_sparse_attention.toml")[..],
         b"rounding = \"specification\"\nlanes = 4\n[tensor.x]\nrename = \"input\"\ndtype = \"F64\"\npermute = [1, 0]\nscale = 0.5\n\
           negate = true\n[tensor.indices]\nsentinel = 7\n[tensor.lse]\nabsent = true\nfill = { ours = inf, theirs = nan }\n",
     ];

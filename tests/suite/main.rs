@@ -26,6 +26,7 @@ mod external_conventions;
 mod external_ranks;
 mod external_views;
 mod fuzz;
+mod gallery;
 mod golden;
 mod history;
 mod hopper;

@@ -2,8 +2,9 @@
 //! annotations.
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -43,6 +44,7 @@ impl Scene {
         for (name, text) in crate::beside::files() {
             std::fs::write(scene.dir.path().join(name), text).expect("a file");
         }
+        scene.write_gallery();
         let swept = scene
             .call(&Self::sweep("head", &["--history", "history.jsonl"]))
             .output()
@@ -84,6 +86,19 @@ impl Scene {
             assert!(git.status.success(), "{}", text(&git.stderr));
         }
         scene
+    }
+
+    /// A list of no kernels but one whose library is not there, as a program says that stands for
+    /// Python.
+    fn write_gallery(&self) {
+        let (list, look) = (self.dir.path().join("gallery.toml"), self.dir.path().join("look"));
+        let library =
+            "[[library]]\nname = 'L'\nsource = ''\nrequires = ['l']\ndistribution = 'l'\n";
+        let kernel = "[[kernel]]\nlibrary = 'L'\nname = 'n'\noperator = 'rope'\nworker = 'look'\n";
+        std::fs::write(list, format!("{library}{kernel}")).expect("a file");
+        let answer = "#!/bin/sh\necho '{\"version\":\"\",\"missing\":[\"l\"]}'\n";
+        std::fs::write(&look, answer).expect("a file");
+        std::fs::set_permissions(look, Permissions::from_mode(0o755)).expect("a program");
     }
 
     /// The shortest sweep.
@@ -139,11 +154,12 @@ impl Scene {
         ];
         let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
         let blame = ["blame", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
-        let rest: [(&str, Vec<&str>); 22] = [
+        let rest: [(&str, Vec<&str>); 23] = [
             ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
             ("generate", [&generate[..], &["--backend", &backend]].concat()),
             ("blame", [&blame[..], &["--backend", &backend]].concat()),
             ("beside", vec!["beside", "pairs.toml", "ours.jsonl", "theirs.jsonl"]),
+            ("gallery", vec!["gallery", "gallery.toml", "--python", "./look", "--out", "gallery"]),
             ("merge", vec!["merge", "head", "--out", "merged", "--regressions", "regressions"]),
             ("diff", vec!["diff", "head", "head"]),
             ("history", vec!["history", "history.jsonl"]),

@@ -14,7 +14,7 @@ pub mod pairs;
 #[cfg(test)]
 mod tests;
 
-pub use page::page;
+pub use page::{page, speed};
 
 /// What is wrong, and with which file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    fn new(path: &Path, why: &str) -> Self {
+    pub(super) fn new(path: &Path, why: &str) -> Self {
         Self { path: path.display().to_string(), why: why.trim().replace('\n', " ") }
     }
 }

@@ -51,6 +51,11 @@ impl<'a> Row<'a> {
     }
 }
 
+/// Their time over ours for a pair that both sides have timed.
+pub fn speed(pair: &Pair, timings: &Timings) -> Option<f64> {
+    Row::of(pair, timings).speed().map(|speed| speed as f64 / 100.0)
+}
+
 fn shown(spread: Option<Spread>) -> String {
     let Some(Spread { median_us, least_us, most_us, .. }) = spread else {
         return "not run".to_owned();
