@@ -55,6 +55,10 @@ pub struct GalleryArguments {
     /// The Python that has the libraries
     #[arg(long, value_name = "PROGRAM", default_value = "python3")]
     python: String,
+    /// Python packages of one library, before others: its dependencies may be other versions than
+    /// those of the rest
+    #[arg(long, value_name = "LIBRARY=DIR", value_parser = site)]
+    site: Vec<(String, PathBuf)>,
     /// Kernels that are judged at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
@@ -75,6 +79,11 @@ pub struct GalleryArguments {
     markdown: Option<PathBuf>,
     #[command(flatten)]
     sweep: SweepArguments,
+}
+
+fn site(text: &str) -> Result<(String, PathBuf), String> {
+    let (library, folder) = text.split_once('=').ok_or("it must be LIBRARY=DIR")?;
+    Ok((library.to_owned(), PathBuf::from(folder)))
 }
 
 /// What Python says of a library.
@@ -106,7 +115,15 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
     let (times, unix) = (times.transpose()?, log::now());
     std::fs::create_dir_all(&arguments.out)
         .with_context(|| format!("--out {}", arguments.out.display()))?;
-    let libraries = look_for(&arguments.python, &list)?;
+    for (library, folder) in &arguments.site {
+        if list.libraries.iter().all(|one| one.name != *library) {
+            bail!("--site {library}: {} has no such library", path.display());
+        }
+        if !folder.is_dir() {
+            bail!("--site {library}: {} is no folder", folder.display());
+        }
+    }
+    let libraries = look_for(arguments, &list)?;
     let entries = judge_all(arguments, &list, &kernels, &libraries);
     let named = |(name, found): (&String, &Found)| {
         let is_there = found.missing.is_empty() && !found.version.is_empty();
@@ -163,10 +180,25 @@ fn summarise(entries: &[Entry], page: &Path) -> Exit {
     }
 }
 
+impl GalleryArguments {
+    /// Lets Python find a library's own packages first.
+    fn give_site(&self, library: &str, command: &mut Command) -> Result<()> {
+        let own = self.site.iter().filter(|(name, _)| name == library).map(|(_, dir)| dir.clone());
+        let given = std::env::var_os("PYTHONPATH").unwrap_or_default();
+        let all: Vec<PathBuf> = own.chain(std::env::split_paths(&given)).collect();
+        if !all.is_empty() {
+            command.env("PYTHONPATH", std::env::join_paths(all).context("PYTHONPATH")?);
+        }
+        Ok(())
+    }
+}
+
 /// Asks Python for the modules and the version of each library.
-fn look_for(python: &str, list: &List) -> Result<BTreeMap<String, Found>> {
+fn look_for(arguments: &GalleryArguments, list: &List) -> Result<BTreeMap<String, Found>> {
+    let python = &arguments.python;
     let of = |library: &Library| -> Result<_> {
         let mut command = Command::new(python);
+        arguments.give_site(&library.name, &mut command)?;
         command.args(["-c", LOOK, &library.distribution]).args(&library.requires);
         let ended = run_within(&command, LOOKING).with_context(|| format!("--python {python}"))?;
         let Some(ended) = ended else { bail!("--python {python}: no answer within a minute") };
@@ -253,6 +285,7 @@ fn sweep(
     let path = out.with_extension("log");
     let file = File::create(&path).with_context(|| format!("writing {}", path.display()))?;
     let mut command = command(arguments, list, kernel, out);
+    arguments.give_site(&kernel.library, &mut command)?;
     command.args(more);
     let streams = [Stdio::null(), file.try_clone()?.into(), file.into()];
     let since = log::now();

@@ -35,10 +35,12 @@ fn write_list(dir: &Path) -> String {
     let list = [
         library("Here", "json"),
         library("Absent", "no_such_module"),
+        library("Apart", "found_apart"),
         kernel("Here", "right", "right.py") + "times = ['a']\n",
         kernel("Here", "wrong", "wrong.py"),
         kernel("Here", "ends", "ends.py"),
         kernel("Absent", "norm", "right.py"),
+        kernel("Apart", "norm", "right.py"),
     ];
     let path = dir.join("gallery.toml");
     std::fs::write(&path, list.concat()).unwrap();
@@ -52,7 +54,11 @@ fn a_page_tells_which_kernels_agree_disagree_and_could_not_run_with_a_replay_lin
     }
     let dir = tempfile::tempdir().unwrap();
     let (list, out) = (write_list(dir.path()), dir.path().join("out").display().to_string());
+    std::fs::create_dir(dir.path().join("site")).unwrap();
+    std::fs::write(dir.path().join("site/found_apart.py"), "").unwrap();
+    let site = format!("Apart={}", dir.path().join("site").display());
     let mut arguments = vec!["gallery", list.as_str(), "--out", &out, "--jobs", "2"];
+    arguments.extend(["--site", &site]);
     arguments.extend(["--cases", "1", "--edge-cases", "4", "--profile", "quick"]);
     let logs: Vec<String> = beside::files()
         .into_iter()
@@ -76,13 +82,13 @@ fn a_page_tells_which_kernels_agree_disagree_and_could_not_run_with_a_replay_lin
     let printed = Parity::new(&arguments).run();
     printed.assert_code(1);
     assert!(
-        printed.stdout.contains("1 kernels agree, 1 disagree, 2 did not run"),
+        printed.stdout.contains("2 kernels agree, 1 disagree, 2 did not run"),
         "{}",
         printed.stdout
     );
     let page = std::fs::read_to_string(&page_path).unwrap();
     for words in [
-        "4 kernels: 1 agree in every case, 1 do not, 2 did not run.",
+        "5 kernels: 2 agree in every case, 1 do not, 2 did not run.",
         "| Here right | `rms_norm` | agrees |",
         "same bits in",
         "| 1.50 |",
@@ -100,7 +106,7 @@ fn a_page_tells_which_kernels_agree_disagree_and_could_not_run_with_a_replay_lin
     let again = Parity::new(&arguments).run();
     again.assert_code(1);
     assert!(
-        again.stdout.contains("0 kernels agree, 1 disagree, 3 did not run"),
+        again.stdout.contains("0 kernels agree, 1 disagree, 4 did not run"),
         "{}",
         again.stdout
     );
@@ -117,6 +123,9 @@ fn a_wrong_selection_or_file_is_told_before_a_kernel_runs() {
     let list = write_list(dir.path());
     Parity::new(&["gallery", &list, "--only", "rope"]).run().assert_bad_input(&["rope", &list]);
     Parity::new(&["gallery", "/nonexistent"]).run().assert_bad_input(&["/nonexistent"]);
+    for (site, named) in [("Here=/nonexistent", "/nonexistent"), ("None=/tmp", "None")] {
+        Parity::new(&["gallery", &list, "--site", site]).run().assert_bad_input(&[named]);
+    }
     let out = dir.path().join("out").display().to_string();
     let without = ["gallery", list.as_str(), "--out", &out, "--python", "no-such-python"];
     Parity::new(&without).run().assert_bad_input(&["no-such-python"]);
