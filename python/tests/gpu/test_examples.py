@@ -15,7 +15,7 @@ pytest_plugins = ["pytester"]
 @pytest.mark.parametrize("library", ["numpy", "torch", "triton", "cuda", "tilelang"])
 def test_the_example_passes(library, pytester):
     pytester.makepyfile(test_example=(EXAMPLES / f"{library}_rms_norm.py").read_text())
-    outcomes = pytester.runpytest("-rs").parseoutcomes()
+    outcomes = pytester.runpytest_subprocess("-rs").parseoutcomes()
     if set(outcomes) <= {"skipped", "warnings"}:
         pytest.skip(f"{library} cannot be used here")
     assert outcomes.get("passed", 0) >= 2, outcomes

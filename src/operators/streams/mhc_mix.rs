@@ -32,6 +32,10 @@ pub struct MhcMixCase {
     pub logits: f32,
     /// Whether the streams of a token differ by only a few percent, as in a trained model.
     pub near_equal: bool,
+    /// Whether `fn` holds values of TF32. Kernels may multiply in it (inference 2.1); ours do not,
+    /// and are judged with any `fn`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fn_tf32: bool,
     /// Which kernels run the projection and the gradient of the streams.
     pub implementation: Implementation,
     /// The streams.
@@ -50,6 +54,7 @@ fn plain(num_tokens: usize, hidden_size: usize) -> MhcMixCase {
         hc_eps,
         logits,
         near_equal,
+        fn_tf32: false,
         implementation,
         data,
     }
@@ -68,6 +73,11 @@ impl MhcMixCase {
     fn channels(&self) -> usize {
         NUM_STREAMS * self.hidden_size
     }
+}
+
+/// The fp32 number without the 13 bits of its fraction that TF32 lacks.
+fn tf32(x: f64) -> f64 {
+    f32::from_bits((x as f32).to_bits() & !0x1fff).into()
 }
 
 /// The oracle's arguments of a call: hc_eps and norm_eps bound as the case's scalars.
@@ -263,6 +273,7 @@ impl Operator for MhcMix {
             hopper(17, 8),
             hopper(200, 40).with(|case| case.near_equal = true),
             hopper(260, 8),
+            hopper(3, 64).with(|case| case.fn_tf32 = true),
             // A whole block of tokens and a second one, each with more steps than stages. The
             // backward takes three blocks of channels.
             hopper(260, 136),
@@ -285,6 +296,9 @@ impl Operator for MhcMix {
 
     fn amend(c: &MhcMixCase, tensors: &mut Tensors) -> OracleResult<()> {
         site::amend(c.near_equal, c.hidden_size, tensors);
+        if c.fn_tf32 {
+            tensors.edit("fn", |x| x.iter_mut().for_each(|x| *x = tf32(*x)));
+        }
         Ok(())
     }
 

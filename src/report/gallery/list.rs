@@ -40,6 +40,9 @@ pub struct Kernel {
     /// It has no gradients.
     #[serde(default)]
     pub forward_only: bool,
+    /// What is known of it, for readers of a verdict that is not clean.
+    #[serde(default)]
+    pub note: Option<String>,
     /// First words of the works that time it, as `pairs.toml` names them on their side.
     #[serde(default)]
     pub times: Vec<String>,

@@ -212,7 +212,11 @@ fn disagreements(entries: &[Entry]) -> String {
     for (entry, report) in
         entries.iter().filter(|entry| entry.disagrees()).filter_map(|e| Some((e, e.report()?)))
     {
-        let _ = write!(section, "### {}\n\n{}", entry.heading(), diagnosis::page::markdown(report));
+        let _ = write!(section, "### {}\n\n", entry.heading());
+        if let Some(note) = &entry.kernel.note {
+            let _ = write!(section, "{}\n\n", text(note));
+        }
+        section += &diagnosis::page::markdown(report);
         section.extend(failing(report).first().map(|case| smallest(case)));
     }
     if section.is_empty() { section } else { format!("## What disagrees\n\n{section}") }
