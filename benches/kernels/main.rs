@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser as _;
-use dsv4_parity::command::{DeviceArguments, exit_code_of};
+use dsv4_parity::command::{DeviceArguments, compile_in_advance, exit_code_of};
 use dsv4_parity::operator::benchmarks::Timed;
 use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::report::beside::pairs::Pairs;
@@ -67,6 +67,7 @@ fn run() -> Result<bool> {
     let mut order: Vec<&dyn Timed> = all.iter().flatten().map(|benchmark| &**benchmark).collect();
     session.check_pairs(order.iter().copied())?;
     if gpu {
+        compile_in_advance(&session.operators(), device.tree(), device.environment())?;
         session.measure_ceilings()?;
     }
     if let Some(path) = &environment.log {

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use criterion::{Criterion, SamplingMode, Throughput};
 use dsv4_parity::judge::recheck;
+use dsv4_parity::operator::AnyOperator;
 use dsv4_parity::operator::benchmarks::{Buffers, OracleCall, Rate, Timed};
+use dsv4_parity::operators::registry::OPERATORS;
 use dsv4_parity::record::{BenchmarkRecord, Operands, Work};
 use dsv4_parity::report::benchmarks::{self, Facts};
 use dsv4_parity::report::beside::log::{
@@ -92,6 +94,21 @@ impl<'d> Session<'d> {
         let ids: BTreeSet<String> =
             benchmarks.map(|benchmark| Id::of(benchmark).to_string()).collect();
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
+    }
+
+    /// The operators whose kernels are to be measured: those of the list of pairs, or all.
+    pub fn operators(&self) -> Vec<&'static AnyOperator> {
+        let is_of = |id: &str, operator: &AnyOperator| {
+            let group = id.split('/').next().unwrap_or_default();
+            let name = group.strip_suffix("_forward").or(group.strip_suffix("_backward"));
+            name == Some(operator.name())
+        };
+        let listed = |operator: &AnyOperator| {
+            let Some(pairs) = &self.pairs else { return true };
+            pairs.pairs.iter().any(|pair| is_of(&pair.ours, operator))
+        };
+        let all = OPERATORS.iter().copied().filter(|_| self.measuring);
+        all.filter(|operator| listed(operator)).collect()
     }
 
     /// Starts a turn in the log for `parity beside`, if something is measured. Benchmarks that

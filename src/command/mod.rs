@@ -36,6 +36,8 @@ mod sweep;
 mod tasks;
 mod workers;
 
+pub use modules::compile_in_advance;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

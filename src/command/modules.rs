@@ -1,5 +1,5 @@
-//! Compiles the modules that a sweep on a GPU needs before it starts, on all cores. The sweep
-//! itself would compile one at a time.
+//! Compiles the modules that a sweep or benchmarks on a GPU need before they start, on all cores.
+//! They themselves would compile one at a time.
 
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -16,7 +16,10 @@ use crate::operator::AnyOperator;
 /// Compiles the operators' modules that are not in the cache, and shows the progress. On a terminal
 /// it shows a bar, otherwise a line before and one after. It does nothing without a GPU, where
 /// compilation takes little time.
-pub(super) fn compile_in_advance(
+///
+/// # Errors
+/// Sources that a module needs and that are not in the tree.
+pub fn compile_in_advance(
     operators: &[&AnyOperator],
     tree: &SourceTree,
     environment: &Environment,
