@@ -1,0 +1,337 @@
+"""These kernels under vLLM: its sparse attention, its indexer's logits and its cache writes.
+
+    DSV4_PARITY_VLLM=1 vllm serve deepseek-ai/DeepSeek-V4-Flash
+
+With this variable the plugin replaces what vLLM calls for DeepSeek-V4, in every process. A list
+such as `DSV4_PARITY_VLLM=flash_mla_with_kvcache` replaces some of it. From Python, before a model
+is loaded or after:
+
+    import dsv4_parity.vllm
+    dsv4_parity.vllm.install()
+
+The functions have the interface of vLLM's wrappers, which is that of FlashMLA and DeepGEMM:
+
+- `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`: sparse prefill, and decode over FP8 stores with
+  rows of 584 bytes (448 e4m3, 64 bf16, 8 bytes of scales behind the rows of a page);
+- `fp8_mqa_logits`, `fp8_paged_mqa_logits`, and their `fp8_fp4_` forms with FP8 operands;
+- `quantize_and_insert_k_cache`: K = V rows into such stores.
+
+A call that these kernels are not for, such as dense decode or operands in FP4, is a ValueError that
+names the argument. With `install(fallback=True)` vLLM's own function does it, and a warning says so
+once. Results differ from vLLM's in the last bits: sums have other orders. One difference of
+convention is larger: rows whose largest value is below 1e-4 have their own scale here.
+"""
+
+import functools
+import importlib
+import math
+import os
+import sys
+import warnings
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("dsv4_parity.vllm needs torch") from error
+
+from dsv4_parity import ops
+
+__all__ = [
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "install",
+    "quantize_and_insert_k_cache",
+    "uninstall",
+]
+
+#: Channels of a row in e4m3 and in bf16, and bytes of a row with its scales.
+NOPE_DIM, ROPE_DIM, ROW_BYTES = 448, 64, 584
+
+#: Tokens of a key: only causal logits read it.
+ANY_RATIO = 1
+
+#: Which functions vLLM has where.
+PLACES = {
+    "vllm.v1.attention.ops.flashmla": ("flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
+    "vllm.utils.deep_gemm": (
+        "fp8_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+    ),
+    "vllm.v1.attention.ops.deepseek_v4_ops.cache_utils": ("quantize_and_insert_k_cache",),
+}
+
+VARIABLE = "DSV4_PARITY_VLLM"
+
+
+def _demand(holds, argument, value, why):
+    if not holds:
+        raise ValueError(f"{argument}: {value}: {why}")
+
+
+def _bytes(tensor):
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+def _pages(cache, argument, row_bytes):
+    """Pages `[num_blocks, rows, 1, bytes of a row]` as `[num_blocks, bytes]`; rows of a page."""
+    pages, shape = _bytes(cache), tuple(cache.shape)
+    pages = pages.flatten(2) if pages.dim() == 4 else pages
+    _demand(pages.dim() == 3, argument, shape, "it must be [num_blocks, rows, 1, bytes]")
+    _demand(pages.shape[2] == row_bytes, argument, shape, f"a row must have {row_bytes} bytes")
+    return pages.flatten(1), pages.shape[1]
+
+
+def flash_mla_sparse_fwd(
+    q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, out=None
+):
+    """Attention of each token over its list of keys: `out`, `max_logits`, `lse`.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] bf16.
+        kv: [num_keys, 1, head_dim] bf16; the first `d_v` channels are the values.
+        indices: [num_tokens, 1, topk] i32; what names no key is skipped.
+        attn_sink: [num_heads] f32, or None.
+        topk_length: [num_tokens] i32, or None.
+        out: Where `out` goes: [num_tokens, num_heads, d_v] bf16, or None.
+    """
+    for name, tensor in (("kv", kv), ("indices", indices)):
+        shape = tuple(tensor.shape)
+        _demand(len(shape) == 3 and shape[1] == 1, name, shape, "there is one head of keys")
+    result = ops.sparse_attention(
+        q, kv[:, 0], indices[:, 0], sink=attn_sink, topk_length=topk_length,
+        softmax_scale=sm_scale, v_dim=d_v, out=None if out is None else {"out": out},
+    )  # fmt: skip
+    return result.out, result.max_logits, result.lse
+
+
+def flash_mla_with_kvcache(
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    tile_scheduler_metadata=None,
+    num_splits=None,
+    softmax_scale=None,
+    causal=False,
+    is_fp8_kvcache=False,
+    indices=None,
+    attn_sink=None,
+    extra_k_cache=None,
+    extra_indices_in_kvcache=None,
+    topk_length=None,
+    extra_topk_length=None,
+    out=None,
+):
+    """Attention of decoded tokens over one or two FP8 stores: `out`, `lse` [batch, num_heads, s_q].
+
+    Args:
+        q: [batch, s_q, num_heads, 512] bf16.
+        k_cache, extra_k_cache: [num_blocks, rows, 1, 584] bytes; blocks may be padded.
+        indices, extra_indices_in_kvcache: [batch, s_q, topk] i32: block * rows + row.
+        topk_length, extra_topk_length: [batch] i32, or None.
+        attn_sink: [num_heads] f32, or None.
+        block_table, cache_seqlens, tile_scheduler_metadata, num_splits: not read.
+    """
+    _demand(indices is not None, "indices", indices, "these kernels attend to lists")
+    _demand(is_fp8_kvcache, "is_fp8_kvcache", is_fp8_kvcache, "the stores are FP8")
+    _demand(not causal, "causal", causal, "lists say what is seen")
+    width = NOPE_DIM + ROPE_DIM
+    _demand(q.shape[-1] == width, "q", tuple(q.shape), f"heads have {width} channels")
+    _demand(head_dim_v == width, "head_dim_v", head_dim_v, f"values are keys: {width}")
+    window, rows = _pages(k_cache, "k_cache", ROW_BYTES)
+    extra = {}
+    if extra_k_cache is not None:
+        pages, extra_rows = _pages(extra_k_cache, "extra_k_cache", ROW_BYTES)
+        extra = {
+            "compressed": pages,
+            "compressed_indices": extra_indices_in_kvcache,
+            "compressed_length": extra_topk_length,
+            "compressed_page_size": extra_rows,
+        }
+    result = ops.decode_attention(
+        q, window, indices, sink=attn_sink, window_length=topk_length, window_page_size=rows,
+        nope_dim=NOPE_DIM, rope_dim=ROPE_DIM, **extra,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        out=None if out is None else {"out": out},
+    )  # fmt: skip
+    return result.out, result.lse.transpose(1, 2)
+
+
+def fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, max_seqlen_k=0):
+    """The indexer's logits of a range of keys for each token.
+
+    Args:
+        q: [num_tokens, num_heads, 128] e4m3.
+        kv: keys [num_keys, 128] e4m3 and their scales [num_keys] f32.
+        weights: [num_tokens, num_heads] f32.
+        cu_seqlen_ks, cu_seqlen_ke: [num_tokens] i32: the first key, and the one behind the last.
+        clean_logits: whether keys out of the range have -inf; else anything.
+        max_seqlen_k: 0 for a column for each key; otherwise column 0 is the first key of the range.
+    """
+    keys, scales = kv
+    first = torch.zeros_like(cu_seqlen_ks) if max_seqlen_k == 0 else cu_seqlen_ks
+    columns = keys.shape[0] if max_seqlen_k == 0 else max_seqlen_k
+    logits = ops.indexer_logits(
+        _bytes(q), weights, k=_bytes(keys), k_scales=scales.flatten(), ks=first, ke=cu_seqlen_ke,
+        columns=columns, clean_logits=clean_logits, ratio=ANY_RATIO,
+    )  # fmt: skip
+    if clean_logits and max_seqlen_k == 0:
+        columns = torch.arange(keys.shape[0], device=logits.device)
+        logits.masked_fill_(columns < cu_seqlen_ks[:, None], -math.inf)
+    return logits
+
+
+def fp8_paged_mqa_logits(
+    q,
+    kv_cache,
+    weights,
+    context_lens,
+    block_tables,
+    schedule_metadata,
+    max_model_len,
+    clean_logits=False,
+    indices=None,
+):
+    """The indexer's logits of all keys of each request: [batch * next_n, max_model_len] f32.
+
+    Args:
+        q: [batch, next_n, num_heads, 128] e4m3.
+        kv_cache: [num_blocks, rows, 1, 132] bytes: 128 e4m3 each, and behind all of them the scales.
+        weights: [batch * next_n, num_heads] f32.
+        context_lens: [batch] i32, keys of the last token, or [batch, next_n], of each.
+        block_tables: [batch, blocks] i32.
+        schedule_metadata: not read.
+    """
+    _demand(indices is None, "indices", "given", "all requests of the table are computed")
+    batch, next_n, heads, width = q.shape
+    pages, rows = _pages(kv_cache, "kv_cache", width + 4)
+    lengths = context_lens
+    if lengths.dim() == 1:
+        before_last = torch.arange(1 - next_n, 1, dtype=lengths.dtype, device=lengths.device)
+        lengths = (lengths[:, None] + before_last).clamp(min=0)
+    logits = ops.indexer_logits(
+        _bytes(q), weights.view(batch, next_n, heads), pages=pages, block_table=block_tables,
+        context_lens=lengths.contiguous(), page_size=rows, columns=max_model_len,
+        clean_logits=clean_logits, ratio=ANY_RATIO,
+    )  # fmt: skip
+    return logits.view(batch * next_n, max_model_len)
+
+
+def _of_fp8(q):
+    values, scales = q
+    _demand(scales is None, "q", "with scales", "operands are FP8")
+    return values
+
+
+def fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, **more):
+    """As `fp8_mqa_logits`, with q as a pair of values and None."""
+    return fp8_mqa_logits(_of_fp8(q), kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, **more)
+
+
+def fp8_fp4_paged_mqa_logits(q, *arguments, **named):
+    """As `fp8_paged_mqa_logits`, with q as a pair of values and None."""
+    return fp8_paged_mqa_logits(_of_fp8(q), *arguments, **named)
+
+
+def quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=64, is_ue8m0=True):
+    """Quantizes rows of K = V and writes them to slots of a store.
+
+    Args:
+        k: [num_tokens, 512] bf16; rows behind those of `slot_mapping` are padding.
+        k_cache: [num_blocks, bytes] u8; blocks may be padded.
+        slot_mapping: [num_tokens] i64 or i32; -1 for none.
+    """
+    _demand(is_ue8m0, "is_ue8m0", is_ue8m0, "scales are powers of two")
+    shape, why = tuple(k_cache.shape), f"a block must have {block_size} rows of {ROW_BYTES} bytes"
+    _demand(len(shape) == 2 and shape[1] >= block_size * ROW_BYTES, "k_cache", shape, why)
+    ops.kv_cache_write(
+        k[: slot_mapping.shape[0]], slot_mapping.to(torch.int32),
+        _bytes(k_cache)[:, : block_size * ROW_BYTES],
+        nope_dim=NOPE_DIM, rope_dim=ROPE_DIM, page_size=block_size,
+    )  # fmt: skip
+
+
+#: What was replaced: the module, the name, vLLM's own function, and what took its place.
+_replaced = []
+
+
+def _with_fallback(ours, theirs):
+    """Ours, and theirs for the calls that ours are not for."""
+    told = set()
+
+    @functools.wraps(ours)
+    def either(*arguments, **named):
+        try:
+            return ours(*arguments, **named)
+        except (TypeError, ValueError) as error:
+            if str(error) not in told:
+                told.add(str(error))
+                warnings.warn(f"{ours.__name__}: vLLM's own is used: {error}", stacklevel=2)
+            return theirs(*arguments, **named)
+
+    return either
+
+
+def _put(theirs, ours):
+    """Puts a function in the place of another in every module of vLLM that has it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name == "vllm" or module_name.startswith("vllm."):
+            for name, value in list(vars(module).items()):
+                if value is theirs:
+                    setattr(module, name, ours)
+
+
+def install(only=None, fallback=False):
+    """Puts these functions in the place of vLLM's; returns their names.
+
+    Args:
+        only: Names of those to replace; all that this vLLM has if None.
+        fallback: Whether vLLM's own function does what these kernels are not for.
+
+    Raises:
+        ValueError: for a name that is none of these, or that this vLLM lacks.
+    """
+    known = [name for names in PLACES.values() for name in names]
+    wanted = known if only is None else list(only)
+    for name in wanted:
+        _demand(name in known, "only", name, f"it must be one of {', '.join(known)}")
+    uninstall()
+    for place, names in PLACES.items():
+        try:
+            module = importlib.import_module(place)
+        except ImportError:
+            continue
+        for name in names:
+            theirs = getattr(module, name, None)
+            if name in wanted and theirs is not None:
+                ours = globals()[name]
+                ours = _with_fallback(ours, theirs) if fallback else ours
+                _replaced.append((name, theirs, ours))
+                _put(theirs, ours)
+    done = [name for name, *_ in _replaced]
+    missing = [name for name in wanted if name not in done]
+    if missing and (only is not None or not done):
+        uninstall()
+        raise ValueError(f"only: {', '.join(missing)}: this vLLM has no such function")
+    return done
+
+
+def uninstall():
+    """Puts vLLM's own functions back."""
+    while _replaced:
+        _, theirs, ours = _replaced.pop()
+        _put(ours, theirs)
+
+
+def plugin():
+    """vLLM calls this in each of its processes; it does nothing unless DSV4_PARITY_VLLM is set."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "0"):
+        install(None if wanted == "1" else wanted.split(","))
