@@ -51,9 +51,6 @@ __all__ = [
 #: Channels of a row in e4m3 and in bf16, and bytes of a row with its scales.
 NOPE_DIM, ROPE_DIM, ROW_BYTES = 448, 64, 584
 
-#: Tokens of a key: only causal logits read it.
-ANY_RATIO = 1
-
 #: Which functions vLLM has where.
 PLACES = {
     "vllm.v1.attention.ops.flashmla": ("flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
@@ -180,7 +177,7 @@ def fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=Fals
     columns = keys.shape[0] if max_seqlen_k == 0 else max_seqlen_k
     logits = ops.indexer_logits(
         _bytes(q), weights, k=_bytes(keys), k_scales=scales.flatten(), ks=first, ke=cu_seqlen_ke,
-        columns=columns, clean_logits=clean_logits, ratio=ANY_RATIO,
+        columns=columns, clean_logits=clean_logits,
     )  # fmt: skip
     if clean_logits and max_seqlen_k == 0:
         columns = torch.arange(keys.shape[0], device=logits.device)
@@ -219,7 +216,7 @@ def fp8_paged_mqa_logits(
     logits = ops.indexer_logits(
         _bytes(q), weights.view(batch, next_n, heads), pages=pages, block_table=block_tables,
         context_lens=lengths.contiguous(), page_size=rows, columns=max_model_len,
-        clean_logits=clean_logits, ratio=ANY_RATIO,
+        clean_logits=clean_logits,
     )  # fmt: skip
     return logits.view(batch * next_n, max_model_len)
 

@@ -414,7 +414,10 @@ fn params(
         .i32("num_keys", num_keys)?
         .i32("columns", columns)?
         .i32("num_sequences", num_sequences)?;
-    let params = params.i32("ratio", options.ratio)?.i32("next_n", next_n.max(1))?;
+    // Ranges and pages say themselves which keys are seen.
+    let is_causal = !paged && views.get("ks").is_none();
+    let ratio = if is_causal { options.ratio } else { 1 };
+    let params = params.i32("ratio", ratio)?.i32("next_n", next_n.max(1))?;
     let params = params.i32("page_shift", options.page_size.trailing_zeros() as usize)?;
     let params = params.i32("table_pages", table_pages)?.i32("num_pieces", num_pieces)?;
     let of_bf16 = views["w"].dtype == DType::Bf16;
