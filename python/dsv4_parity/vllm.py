@@ -9,22 +9,21 @@ is loaded or after:
     import dsv4_parity.vllm
     dsv4_parity.vllm.install()
 
-The functions have the interface of vLLM's wrappers, which is that of FlashMLA and DeepGEMM:
+The functions have the interface of vLLM 0.33 on an NVIDIA GPU of Hopper's kind:
 
 - `flash_mla_sparse_fwd`, `flash_mla_with_kvcache`: sparse prefill, and decode over FP8 stores with
   rows of 584 bytes (448 e4m3, 64 bf16, 8 bytes of scales behind the rows of a page);
-- `fp8_mqa_logits`, `fp8_paged_mqa_logits`, and their `fp8_fp4_` forms with FP8 operands;
-- `quantize_and_insert_k_cache`: K = V rows into such stores.
+- `fp8_fp4_mqa_logits`, `fp8_fp4_paged_mqa_logits`, with FP8 operands;
+- `fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert`: norm and rotation of queries, and rows of
+  K = V turned, quantized and written to such stores. Here these are three kernels.
 
 A call that these kernels are not for, such as dense decode or operands in FP4, is a ValueError that
 names the argument. With `install(fallback=True)` vLLM's own function does it, and a warning says so
-once. Results differ from vLLM's in the last bits: sums have other orders. One difference of
-convention is larger: rows whose largest value is below 1e-4 have their own scale here.
+once. Results differ from vLLM's in the last bits: sums have other orders.
 """
 
 import functools
 import importlib
-import math
 import os
 import sys
 import warnings
@@ -41,26 +40,22 @@ __all__ = [
     "flash_mla_with_kvcache",
     "fp8_fp4_mqa_logits",
     "fp8_fp4_paged_mqa_logits",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "install",
-    "quantize_and_insert_k_cache",
     "uninstall",
 ]
 
 #: Channels of a row in e4m3 and in bf16, and bytes of a row with its scales.
 NOPE_DIM, ROPE_DIM, ROW_BYTES = 448, 64, 584
 
-#: Which functions vLLM has where.
+#: Blocks of a decode: so many that its parts do not follow the batch.
+INVARIANT_BLOCKS = 1 << 24
+
+#: Which functions vLLM has where. Operators of its C extension are attributes, too.
 PLACES = {
     "vllm.v1.attention.ops.flashmla": ("flash_mla_sparse_fwd", "flash_mla_with_kvcache"),
-    "vllm.utils.deep_gemm": (
-        "fp8_mqa_logits",
-        "fp8_paged_mqa_logits",
-        "fp8_fp4_mqa_logits",
-        "fp8_fp4_paged_mqa_logits",
-    ),
-    "vllm.v1.attention.ops.deepseek_v4_ops.cache_utils": ("quantize_and_insert_k_cache",),
+    "vllm.utils.deep_gemm": ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"),
+    "torch.ops._C": ("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",),
 }
 
 VARIABLE = "DSV4_PARITY_VLLM"
@@ -125,6 +120,7 @@ def flash_mla_with_kvcache(
     topk_length=None,
     extra_topk_length=None,
     out=None,
+    enable_batch_invariant=False,
 ):
     """Attention of decoded tokens over one or two FP8 stores: `out`, `lse` [batch, num_heads, s_q].
 
@@ -134,6 +130,7 @@ def flash_mla_with_kvcache(
         indices, extra_indices_in_kvcache: [batch, s_q, topk] i32: block * rows + row.
         topk_length, extra_topk_length: [batch] i32, or None.
         attn_sink: [num_heads] f32, or None.
+        enable_batch_invariant: whether a token's bits must not depend on the batch.
         block_table, cache_seqlens, tile_scheduler_metadata, num_splits: not read.
     """
     _demand(indices is not None, "indices", indices, "these kernels attend to lists")
@@ -152,6 +149,8 @@ def flash_mla_with_kvcache(
             "compressed_length": extra_topk_length,
             "compressed_page_size": extra_rows,
         }
+    if enable_batch_invariant:
+        extra["num_blocks"] = INVARIANT_BLOCKS
     result = ops.decode_attention(
         q, window, indices, sink=attn_sink, window_length=topk_length, window_page_size=rows,
         nope_dim=NOPE_DIM, rope_dim=ROPE_DIM, **extra,
@@ -161,31 +160,31 @@ def flash_mla_with_kvcache(
     return result.out, result.lse.transpose(1, 2)
 
 
-def fp8_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, max_seqlen_k=0):
-    """The indexer's logits of a range of keys for each token.
+def _of_fp8(q):
+    values, scales = q
+    _demand(scales is None, "q", "with scales", "operands are FP8")
+    return _bytes(values)
+
+
+def fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, max_seqlen_k):
+    """The indexer's logits of a range of keys for each token: [num_tokens, max_seqlen_k] f32.
+
+    Column 0 is the first key of the range; columns behind its last hold anything.
 
     Args:
-        q: [num_tokens, num_heads, 128] e4m3.
-        kv: keys [num_keys, 128] e4m3 and their scales [num_keys] f32.
+        q: [num_tokens, num_heads, 128] e4m3, and None.
+        kv: keys [num_keys, 128] e4m3, and their scales [num_keys] f32.
         weights: [num_tokens, num_heads] f32.
         cu_seqlen_ks, cu_seqlen_ke: [num_tokens] i32: the first key, and the one behind the last.
-        clean_logits: whether keys out of the range have -inf; else anything.
-        max_seqlen_k: 0 for a column for each key; otherwise column 0 is the first key of the range.
     """
     keys, scales = kv
-    first = torch.zeros_like(cu_seqlen_ks) if max_seqlen_k == 0 else cu_seqlen_ks
-    columns = keys.shape[0] if max_seqlen_k == 0 else max_seqlen_k
-    logits = ops.indexer_logits(
-        _bytes(q), weights, k=_bytes(keys), k_scales=scales.flatten(), ks=first, ke=cu_seqlen_ke,
-        columns=columns, clean_logits=clean_logits,
+    return ops.indexer_logits(
+        _of_fp8(q), weights, k=_bytes(keys), k_scales=scales.flatten(), ks=cu_seqlen_ks,
+        ke=cu_seqlen_ke, columns=max_seqlen_k,
     )  # fmt: skip
-    if clean_logits and max_seqlen_k == 0:
-        columns = torch.arange(keys.shape[0], device=logits.device)
-        logits.masked_fill_(columns < cu_seqlen_ks[:, None], -math.inf)
-    return logits
 
 
-def fp8_paged_mqa_logits(
+def fp8_fp4_paged_mqa_logits(
     q,
     kv_cache,
     weights,
@@ -193,69 +192,75 @@ def fp8_paged_mqa_logits(
     block_tables,
     schedule_metadata,
     max_model_len,
-    clean_logits=False,
     indices=None,
 ):
     """The indexer's logits of all keys of each request: [batch * next_n, max_model_len] f32.
 
+    Columns behind the last key of a token hold anything.
+
     Args:
-        q: [batch, next_n, num_heads, 128] e4m3.
-        kv_cache: [num_blocks, rows, 1, 132] bytes: 128 e4m3 each, and behind all of them the scales.
+        q: [batch, next_n, num_heads, 128] e4m3, and None.
+        kv_cache: [num_blocks, rows, 1, 132] bytes: 128 e4m3 each, and the scales behind all rows.
         weights: [batch * next_n, num_heads] f32.
         context_lens: [batch] i32, keys of the last token, or [batch, next_n], of each.
         block_tables: [batch, blocks] i32.
         schedule_metadata: not read.
     """
     _demand(indices is None, "indices", "given", "all requests of the table are computed")
-    batch, next_n, heads, width = q.shape
+    values = _of_fp8(q)
+    batch, next_n, heads, width = values.shape
     pages, rows = _pages(kv_cache, "kv_cache", width + 4)
     lengths = context_lens
     if lengths.dim() == 1:
         before_last = torch.arange(1 - next_n, 1, dtype=lengths.dtype, device=lengths.device)
         lengths = (lengths[:, None] + before_last).clamp(min=0)
     logits = ops.indexer_logits(
-        _bytes(q), weights.view(batch, next_n, heads), pages=pages, block_table=block_tables,
+        values, weights.view(batch, next_n, heads), pages=pages, block_table=block_tables,
         context_lens=lengths.contiguous(), page_size=rows, columns=max_model_len,
-        clean_logits=clean_logits,
     )  # fmt: skip
     return logits.view(batch * next_n, max_model_len)
 
 
-def _of_fp8(q):
-    values, scales = q
-    _demand(scales is None, "q", "with scales", "operands are FP8")
-    return values
-
-
-def fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits=False, **more):
-    """As `fp8_mqa_logits`, with q as a pair of values and None."""
-    return fp8_mqa_logits(_of_fp8(q), kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits, **more)
-
-
-def fp8_fp4_paged_mqa_logits(q, *arguments, **named):
-    """As `fp8_paged_mqa_logits`, with q as a pair of values and None."""
-    return fp8_paged_mqa_logits(_of_fp8(q), *arguments, **named)
-
-
-def quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=64, is_ue8m0=True):
-    """Quantizes rows of K = V and writes them to slots of a store.
+def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+    q, kv, k_cache, slot_mapping, position_ids, cos_sin_cache, q_head_padded, eps, block_size
+):
+    """Queries over their root mean square and turned; rows of K = V turned, quantized and written.
 
     Args:
-        k: [num_tokens, 512] bf16; rows behind those of `slot_mapping` are padding.
+        q: [num_tokens, num_heads, 512] bf16.
+        kv: [num_tokens, 512] bf16, normed; rows behind those of `slot_mapping` are padding.
         k_cache: [num_blocks, bytes] u8; blocks may be padded.
-        slot_mapping: [num_tokens] i64 or i32; -1 for none.
+        slot_mapping: [num_tokens] i64; -1 for none.
+        position_ids: [num_tokens] i64: rows of `cos_sin_cache`.
+        cos_sin_cache: [positions, 64] f32: cosines and then sines.
+        q_head_padded: Heads of the result: those that q does not have are zero.
+
+    Returns:
+        [num_tokens, q_head_padded, 512] bf16.
     """
-    _demand(is_ue8m0, "is_ue8m0", is_ue8m0, "scales are powers of two")
     shape, why = tuple(k_cache.shape), f"a block must have {block_size} rows of {ROW_BYTES} bytes"
     _demand(len(shape) == 2 and shape[1] >= block_size * ROW_BYTES, "k_cache", shape, why)
+    heads = q.shape[1]
+    _demand(q_head_padded >= heads, "q_head_padded", q_head_padded, f"q has {heads} heads")
+    half, written = ROPE_DIM // 2, slot_mapping.shape[0]
+    rows = cos_sin_cache[position_ids]
+    cos, sin = rows[:, :half], rows[:, half:]
+    result = q.new_zeros(q.shape[0], q_head_padded, q.shape[2])
+    ops.query_norm_rope(q, cos, sin, eps=eps, out={"y": result[:, :heads]})
+    # The operator also builds a table, of as many positions as the one that it reads.
+    table = {
+        "inv_freq": rows.new_zeros(half),
+        "table_positions": torch.zeros(written, dtype=torch.int32, device=q.device),
+    }
+    turned = ops.rope(kv[:written, None], cos[:written], sin[:written], **table, inverse=False).y
     ops.kv_cache_write(
-        k[: slot_mapping.shape[0]], slot_mapping.to(torch.int32),
-        _bytes(k_cache)[:, : block_size * ROW_BYTES],
+        turned[:, 0], slot_mapping.to(torch.int32), _bytes(k_cache)[:, : block_size * ROW_BYTES],
         nope_dim=NOPE_DIM, rope_dim=ROPE_DIM, page_size=block_size,
     )  # fmt: skip
+    return result
 
 
-#: What was replaced: the module, the name, vLLM's own function, and what took its place.
+#: What was replaced: its name, vLLM's own function, and what took its place.
 _replaced = []
 
 
@@ -276,13 +281,23 @@ def _with_fallback(ours, theirs):
     return either
 
 
+def _place(name):
+    """The module, or the operators of a C extension, of this name; None if it is not there."""
+    if name == "torch.ops._C":
+        return torch.ops._C
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 def _put(theirs, ours):
     """Puts a function in the place of another in every module of vLLM that has it."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name == "vllm" or module_name.startswith("vllm."):
-            for name, value in list(vars(module).items()):
-                if value is theirs:
-                    setattr(module, name, ours)
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "vllm"]
+    for module in [*modules, torch.ops._C]:
+        for name, value in list(vars(module).items()):
+            if value is theirs:
+                setattr(module, name, ours)
 
 
 def install(only=None, fallback=False):
@@ -301,10 +316,7 @@ def install(only=None, fallback=False):
         _demand(name in known, "only", name, f"it must be one of {', '.join(known)}")
     uninstall()
     for place, names in PLACES.items():
-        try:
-            module = importlib.import_module(place)
-        except ImportError:
-            continue
+        module = _place(place)
         for name in names:
             theirs = getattr(module, name, None)
             if name in wanted and theirs is not None:

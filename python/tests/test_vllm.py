@@ -1,6 +1,10 @@
-"""The functions for vLLM, on the CPU by the emulator, and in the place of those of a stand-in for it."""
+"""The functions for vLLM, by the emulator, and in the place of those of a stand-in for it."""
 
+import ast
+import importlib.util
+import inspect
 import math
+import pathlib
 import sys
 import types
 
@@ -18,14 +22,26 @@ def drawn(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def insert(q, kv, cache, slots, positions=None, heads=1):
+    """Rows at position 0 of a table whose other rows turn."""
+    angles = torch.linspace(0, 3, 5 * 32).view(5, 32)
+    positions = torch.zeros(len(kv), dtype=torch.int64) if positions is None else positions
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    table[0] = torch.tensor([1.0] * 32 + [0.0] * 32)
+    return bridge.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+        q, kv, cache, slots, positions, table, heads, 1e-6, ROWS
+    ), table
+
+
 def store(blocks, seed=1):
     """A padded store with every row written, and the values that it holds."""
     rows = drawn(blocks * ROWS, WIDTH, seed=seed).bfloat16()
     stride = -(-ROWS * bridge.ROW_BYTES // 576) * 576
     cache = torch.zeros(blocks, stride, dtype=torch.uint8)
-    bridge.quantize_and_insert_k_cache(rows, cache, torch.arange(len(rows)), block_size=ROWS)
+    insert(torch.zeros(len(rows), 1, WIDTH).bfloat16(), rows, cache, torch.arange(len(rows)))
     view = cache[:, : ROWS * bridge.ROW_BYTES].view(blocks, ROWS, 1, bridge.ROW_BYTES)
-    data, exponents = cache[:, : ROWS * 576].reshape(-1, 576), cache[:, ROWS * 576 : ROWS * 584].reshape(-1, 8)
+    data = cache[:, : ROWS * 576].reshape(-1, 576)
+    exponents = cache[:, ROWS * 576 : ROWS * 584].reshape(-1, 8)
     scales = torch.exp2(exponents[:, :7].float() - 127).repeat_interleave(64, 1)
     coded = data[:, :448].view(torch.float8_e4m3fn).float() * scales
     # Half of a step of three bits, of the largest code of a scale that is a power of two.
@@ -52,7 +68,9 @@ def test_prefill_has_the_interface_of_flash_mla():
     q, kv = drawn(3, 4, WIDTH).bfloat16(), drawn(7, 1, WIDTH, seed=2).bfloat16()
     indices = torch.tensor([[[0, 6, -1]], [[3, 9, 2]], [[-1, -1, -1]]], dtype=torch.int32)
     sink, out = drawn(4, seed=3), torch.empty(3, 4, WIDTH, dtype=torch.bfloat16)
-    found, max_logits, lse = bridge.flash_mla_sparse_fwd(q, kv, indices, 0.05, attn_sink=sink, out=out)
+    found, max_logits, lse = bridge.flash_mla_sparse_fwd(
+        q, kv, indices, 0.05, attn_sink=sink, out=out
+    )
     assert found.data_ptr() == out.data_ptr() and max_logits.shape == lse.shape == (3, 4)
     expected, of_lse = attention(q, kv[:, 0], indices[:, 0], sink, 0.05)
     torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-8)
@@ -86,6 +104,15 @@ def test_decode_reads_two_padded_stores_and_returns_lse_by_head():
         window_page_size=ROWS, compressed_page_size=ROWS,
     )  # fmt: skip
     assert torch.equal(same.out, out) and torch.equal(same.lse.transpose(1, 2), lse)
+    alone = bridge.flash_mla_with_kvcache(
+        q[:1], window, None, None, WIDTH, softmax_scale=0.05, is_fp8_kvcache=True,
+        indices=indices[:1], attn_sink=sink, enable_batch_invariant=True,
+    )  # fmt: skip
+    both = bridge.flash_mla_with_kvcache(
+        q, window, None, None, WIDTH, softmax_scale=0.05, is_fp8_kvcache=True,
+        indices=indices, attn_sink=sink, enable_batch_invariant=True,
+    )  # fmt: skip
+    assert torch.equal(alone[0], both[0][:1])
 
 
 @pytest.mark.parametrize(
@@ -113,23 +140,22 @@ def e4m3(*shape, seed=1):
 
 
 def logits_of(q, keys, weights):
-    return torch.einsum("thk,th->tk", torch.einsum("thd,kd->thk", q.double(), keys.double()).relu(), weights.double())
+    products = torch.einsum("thd,kd->thk", q.double(), keys.double()).relu()
+    return torch.einsum("thk,th->tk", products, weights.double())
 
 
-def test_logits_of_ranges_have_a_column_for_each_key_or_for_each_of_the_range():
-    q, keys, scales, weights = e4m3(3, 64, 128), e4m3(9, 128, seed=2), drawn(9, seed=3).abs(), drawn(3, 64, seed=4)
-    first, end = (torch.tensor(values, dtype=torch.int32) for values in ([0, 2, 5], [4, 9, 5]))
+def test_logits_of_ranges_begin_with_the_first_key_of_the_range():
+    q, keys, weights = e4m3(3, 64, 128), e4m3(9, 128, seed=2), drawn(3, 64, seed=4)
+    scales = drawn(9, seed=3).abs()
+    first, end = (torch.tensor(v, dtype=torch.int32) for v in ([0, 2, 5], [4, 9, 5]))
     expected = logits_of(q, keys.double() * scales[:, None].double(), weights)
-    found = bridge.fp8_mqa_logits(q, (keys, scales), weights, first, end, clean_logits=True)
+    found = bridge.fp8_fp4_mqa_logits((q, None), (keys, scales), weights, first, end, 7)
+    assert found.shape == (3, 7)
     for token in range(3):
-        seen = slice(first[token], end[token])
-        torch.testing.assert_close(found[token, seen].double(), expected[token, seen], rtol=1e-3, atol=1e-2)
-        outside = torch.cat([found[token, : first[token]], found[token, end[token] :]])
-        assert torch.equal(outside, torch.full_like(outside, -math.inf))
-    short = bridge.fp8_fp4_mqa_logits((q, None), (keys, scales), weights, first, end, True, max_seqlen_k=7)
-    assert short.shape == (3, 7) and torch.equal(short[1], found[1, 2:9])
+        seen = expected[token, first[token] : end[token]]
+        torch.testing.assert_close(found[token, : len(seen)].double(), seen, rtol=1e-3, atol=1e-2)
     with pytest.raises(ValueError, match="^q: "):
-        bridge.fp8_fp4_mqa_logits((q, scales), (keys, scales), weights, first, end)
+        bridge.fp8_fp4_mqa_logits((q, scales), (keys, scales), weights, first, end, 7)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -142,7 +168,7 @@ def test_logits_of_pages_are_those_of_each_token(by_token):
     lengths = torch.tensor([39, 3], dtype=torch.int32)
     of_tokens = torch.tensor([[38, 39], [2, 3]], dtype=torch.int32)
     found = bridge.fp8_fp4_paged_mqa_logits(
-        (q, None), pages, weights, of_tokens if by_token else lengths, table, None, 64, True
+        (q, None), pages, weights, of_tokens if by_token else lengths, table, None, 64
     )
     for request in range(2):
         own = table[request].long()
@@ -150,19 +176,39 @@ def test_logits_of_pages_are_those_of_each_token(by_token):
         for token in range(2):
             place, seen = 2 * request + token, of_tokens[request, token]
             expected = logits_of(q[request, token][None], row, weights[place][None])[0]
-            torch.testing.assert_close(found[place, :seen].double(), expected[:seen], rtol=1e-3, atol=1e-2)
-            assert torch.isneginf(found[place, seen:]).all()
+            own_logits = found[place, :seen].double()
+            torch.testing.assert_close(own_logits, expected[:seen], rtol=1e-3, atol=1e-2)
 
 
-def test_rows_without_a_slot_and_padding_are_not_written():
-    rows = drawn(4, WIDTH).bfloat16()
+def turned(x, angles):
+    """Adjacent pairs of the last 64 channels, turned."""
+    pairs = x[..., 448:].double().unflatten(-1, (32, 2))
+    cos, sin = angles[..., :32].double(), angles[..., 32:].double()
+    first, second = pairs[..., 0], pairs[..., 1]
+    pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
+    return torch.cat([x[..., :448].double(), pairs.flatten(-2)], -1)
+
+
+def test_queries_are_normed_and_turned_and_rows_of_padding_are_not_written():
+    q, kv = drawn(4, 2, WIDTH).bfloat16(), drawn(4, WIDTH, seed=2).bfloat16()
     cache = torch.full((1, ROWS * bridge.ROW_BYTES + 16), 7, dtype=torch.uint8)
-    bridge.quantize_and_insert_k_cache(rows, cache, torch.tensor([2, -1]), block_size=ROWS)
+    positions = torch.tensor([3, 1, 0, 4])
+    found, table = insert(q, kv, cache, torch.tensor([2, -1]), positions, heads=5)
+    assert found.shape == (4, 5, WIDTH) and not found[:, 2:].any()
+    normed = q.double() * torch.rsqrt(q.double().square().mean(-1, keepdim=True) + 1e-6)
+    expected = turned(normed, table[positions][:, None])
+    torch.testing.assert_close(found[:, :2].double(), expected, rtol=2**-7, atol=2**-9)
     data = cache[0, : ROWS * 576].view(ROWS, 576)
     assert (data[[0, 1, 3]] == 7).all() and not (data[2] == 7).all() and (cache[0, -16:] == 7).all()
-    assert torch.equal(data[2, 448:].view(torch.bfloat16), rows[0, 448:])
+    row = data[2, 448:].view(torch.bfloat16).double()
+    torch.testing.assert_close(row, turned(kv[0], table[3])[448:], rtol=2**-7, atol=2**-9)
     with pytest.raises(ValueError, match="^k_cache: "):
-        bridge.quantize_and_insert_k_cache(rows, cache, torch.tensor([0]), block_size=64)
+        insert(q, kv, cache[:, :-40], torch.tensor([0]))
+    with pytest.raises(ValueError, match="^q_head_padded: "):
+        insert(q, kv, cache, torch.tensor([0]), positions)
+
+
+INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 
 
 @pytest.fixture
@@ -178,17 +224,10 @@ def stand_in(monkeypatch):
     def flash_mla_with_kvcache(*_, **__):
         return "vLLM's"
 
-    def quantize_and_insert_k_cache(*_, **__):
-        return "vLLM's"
-
     for name in ("vllm", "vllm.v1", "vllm.utils", "vllm.v1.attention", "vllm.v1.attention.ops"):
         module(name)
-    module("vllm.v1.attention.ops.deepseek_v4_ops")
     module("vllm.v1.attention.ops.flashmla", flash_mla_with_kvcache=flash_mla_with_kvcache)
-    module(
-        "vllm.v1.attention.ops.deepseek_v4_ops.cache_utils",
-        quantize_and_insert_k_cache=quantize_and_insert_k_cache,
-    )
+    monkeypatch.setattr(torch.ops._C, INSERT, lambda *_: "vLLM's", raising=False)
     # A module that has taken the function by its name.
     backend = module("vllm.backend", flash_mla_with_kvcache=flash_mla_with_kvcache)
     yield backend
@@ -197,12 +236,14 @@ def stand_in(monkeypatch):
 
 def test_the_functions_take_the_place_of_vllms_in_every_module_and_give_it_back(stand_in):
     theirs = stand_in.flash_mla_with_kvcache
-    assert bridge.install() == ["flash_mla_with_kvcache", "quantize_and_insert_k_cache"]
+    inserts = getattr(torch.ops._C, INSERT)
+    assert bridge.install() == ["flash_mla_with_kvcache", INSERT]
     assert stand_in.flash_mla_with_kvcache is bridge.flash_mla_with_kvcache
+    assert getattr(torch.ops._C, INSERT) is getattr(bridge, INSERT)
     bridge.uninstall()
-    assert stand_in.flash_mla_with_kvcache is theirs
-    with pytest.raises(ValueError, match="only: fp8_mqa_logits: this vLLM has no such function"):
-        bridge.install(["fp8_mqa_logits"])
+    assert stand_in.flash_mla_with_kvcache is theirs and getattr(torch.ops._C, INSERT) is inserts
+    with pytest.raises(ValueError, match="only: fp8_fp4_mqa_logits: this vLLM has no such"):
+        bridge.install(["fp8_fp4_mqa_logits"])
     with pytest.raises(ValueError, match="only: nothing: it must be one of"):
         bridge.install(["nothing"])
     assert stand_in.flash_mla_with_kvcache is theirs
@@ -229,3 +270,32 @@ def test_the_plugin_does_nothing_unless_its_variable_is_set(stand_in, monkeypatc
     monkeypatch.setenv(bridge.VARIABLE, "flash_mla_with_kvcache")
     bridge.plugin()
     assert stand_in.flash_mla_with_kvcache is bridge.flash_mla_with_kvcache
+
+
+FLASH_MLA, DEEP_GEMM = "vllm.v1.attention.ops.flashmla", "vllm.utils.deep_gemm"
+SOURCES = {
+    "vllm.third_party.flashmla.flash_mla_interface": bridge.PLACES[FLASH_MLA],
+    DEEP_GEMM: bridge.PLACES[DEEP_GEMM],
+}
+
+
+def parameters(module, name):
+    """Of a function, read from the file: extensions in C that the module wants may be missing."""
+    folder, *rest = module.split(".")
+    root = pathlib.Path(importlib.util.find_spec(folder).origin).parent
+    tree = ast.parse(root.joinpath(*rest).with_suffix(".py").read_text())
+    found = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name]
+    return [argument.arg for argument in found[0].args.args]
+
+
+def test_the_interface_is_that_of_the_vllm_that_is_installed():
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    try:
+        for module, names in SOURCES.items():
+            for name in names:
+                own = list(inspect.signature(getattr(bridge, name)).parameters)
+                assert own == parameters(module, name), name
+        functions = [name for names in SOURCES.values() for name in names]
+        assert bridge.install(functions) == functions
+    finally:
+        bridge.uninstall()
