@@ -621,7 +621,12 @@ impl AnyOperator {
 
     /// The benchmarks on a device like this one.
     pub fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
-        self.0.benchmarks(environment).into_iter().map(AnyBenchmark::timed).collect()
+        let all = self.0.benchmarks(environment).into_iter();
+        let both = all.flat_map(|one| {
+            let invariant = one.by_invariant_path();
+            [Some(one), invariant].into_iter().flatten()
+        });
+        both.map(AnyBenchmark::timed).collect()
     }
 
     /// Those of a GPU like this one at a size for the emulator.

@@ -30,7 +30,7 @@ use super::any::{AnyCase, any};
 use super::declaration::{Part, Specs, TensorSpec};
 use super::declared::{Launches, Operator};
 use super::inputs::{Inputs, kernel_tensor};
-use super::lines::{Choices, checked, field_error, oracle_error};
+use super::lines::{Choices, checked, field_error, has_invariant_path, oracle_error};
 use super::memory::Placed;
 use super::tensors::{Tensors, permuted_along, repeated_along};
 use super::{Arithmetic, KernelRun, OracleTensor, Side};
@@ -67,6 +67,9 @@ pub enum Rate {
 /// Elements of the largest tensor that is drawn for a benchmark, approximately. The rest repeats
 /// them.
 pub const DRAWN: usize = 1 << 22;
+
+/// What the name of a benchmark ends with that takes the invariant path.
+pub const BY_INVARIANT_PATH: &str = " invariant";
 
 /// Whether the shapes of the model are timed, instead of small ones for the emulator.
 pub fn on_gpu(environment: &Environment) -> bool {
@@ -318,6 +321,8 @@ type AnyCall = dyn Fn(&Views, &mut Launches<'_>) -> Result<(), RuntimeError> + S
 #[derive(Clone)]
 pub(super) struct AnyBenchmark {
     direction: Direction,
+    /// Whether the launches are those whose bits do not depend on the batch.
+    invariant: bool,
     name: String,
     case: AnyCase,
     drawn: AnyCase,
@@ -364,6 +369,7 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
         };
         Self {
             direction,
+            invariant: false,
             name,
             case: any::<K>(case),
             drawn: any::<K>(drawn),
@@ -391,6 +397,13 @@ impl AnyBenchmark {
 
     pub(super) fn timed(self) -> Box<dyn Timed> {
         Box::new(Arc::new(self))
+    }
+
+    /// The same call by the invariant path, where a forward has one: what invariance costs.
+    pub(super) fn by_invariant_path(&self) -> Option<Self> {
+        let has_one = self.direction == Direction::Forward && has_invariant_path(&*self.case);
+        let name = format!("{}{BY_INVARIANT_PATH}", self.name);
+        has_one.then(|| Self { name, invariant: true, ..self.clone() })
     }
 
     fn placed_specs(&self) -> Specs {
@@ -819,7 +832,9 @@ impl Timed for Arc<AnyBenchmark> {
 
     fn place<'d>(&self, device: &'d Device) -> Result<Box<dyn Buffers + 'd>> {
         let given = self.given()?;
-        let mut placed = OnDevice { benchmark: self.clone(), device, given, sets: Vec::new() };
+        let invariant = self.invariant.then(|| device.invariant());
+        let (benchmark, sets) = (self.clone(), Vec::new());
+        let mut placed = OnDevice { benchmark, device, invariant, given, sets };
         for _ in 0..self.sets(device) {
             let set = placed.set()?;
             placed.sets.push(set);
@@ -841,24 +856,31 @@ impl Timed for Arc<AnyBenchmark> {
 struct OnDevice<'d> {
     benchmark: Arc<AnyBenchmark>,
     device: &'d Device,
+    /// The same device, whose launches take the invariant path, where the benchmark asks for it.
+    invariant: Option<Device>,
     given: Tensors,
     sets: Vec<Placed<'d>>,
 }
 
 impl<'d> OnDevice<'d> {
+    /// Where launches go.
+    fn launching(&self) -> &Device {
+        self.invariant.as_ref().unwrap_or(self.device)
+    }
+
     /// One more set of buffers. The first set owns the workspaces of all.
     fn set(&self) -> Result<Placed<'d>> {
         let AnyBenchmark { case, direction, .. } = &*self.benchmark;
         let specs = self.benchmark.placed_specs();
         let mut placed = Placed::repeating(self.device, Contract::NAN, &specs, &self.given)?;
-        for (name, bytes) in case.workspaces(placed.views(), self.device)? {
+        for (name, bytes) in case.workspaces(placed.views(), self.launching())? {
             match self.sets.first() {
                 Some(first) => placed.put(name, first.views()[name].clone()),
                 None => placed.workspace(name, bytes)?,
             }
         }
         if *direction == Direction::Backward {
-            case.launch(placed.views(), &mut Launches::timed(self.device))
+            case.launch(placed.views(), &mut Launches::timed(self.launching()))
                 .context("the forward")?;
         }
         Ok(placed)
@@ -869,7 +891,7 @@ impl<'d> OnDevice<'d> {
             Direction::Forward => placed.views(),
             Direction::Backward => placed.backward_views(),
         };
-        (self.benchmark.call)(views, &mut Launches::timed(self.device))
+        (self.benchmark.call)(views, &mut Launches::timed(self.launching()))
     }
 
     fn sampling(&self, placed: &Placed<'_>) -> Result<Sampling> {

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use crate::mutants::matrix::tally::Tally;
+use crate::operator::benchmarks::BY_INVARIANT_PATH;
 use crate::record::words::printable;
 use crate::record::{ChangeRecord, MutantSource, Report};
 
@@ -49,6 +50,7 @@ pub(super) fn page(report: &Report) -> String {
     page += &tightest(report);
     page += &times::markdown(report);
     page += &benchmarks(report);
+    page += &invariant_paths(report);
     page += &mutants(report);
     page += &paths_never_run(report);
     page += &skips(report);
@@ -282,6 +284,33 @@ fn benchmarks(report: &Report) -> String {
         );
     }
     table + "\n"
+}
+
+/// What invariance costs: the time of a call by the invariant path over that of the same call by
+/// the path that is chosen for the batch.
+fn invariant_paths(report: &Report) -> String {
+    let time_of = |id: &str| {
+        report.benchmarks.iter().find(|other| other.id == id).map(|other| other.median_ns)
+    };
+    let mut lines = String::new();
+    for benchmark in &report.benchmarks {
+        let Some(free) = benchmark.id.strip_suffix(BY_INVARIANT_PATH) else { continue };
+        let Some(of_free) = time_of(free).filter(|time| *time > 0.0) else { continue };
+        let _ = writeln!(
+            lines,
+            "| {} | {} | {} | {} |",
+            code(free),
+            time(of_free),
+            time(benchmark.median_ns),
+            significant(benchmark.median_ns / of_free, 3)
+        );
+    }
+    if lines.is_empty() {
+        return lines;
+    }
+    format!(
+        "<details><summary>Cost of batch invariance</summary>\n\n| benchmark | free | invariant | ratio |\n|---|--:|--:|--:|\n{lines}\n</details>\n\n"
+    )
 }
 
 fn mutants(report: &Report) -> String {

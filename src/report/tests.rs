@@ -7,8 +7,8 @@ use dsv4_runtime::BackendKind;
 use crate::operator::Family;
 use crate::operators::registry;
 use crate::record::{
-    BaseRecord, BatchAxis, BatchRecord, ChangeRecord, CheckRecord, HeatMap, MutantStatus, Report,
-    SavedRecord, Seen, ShardRecord, Skip, Verdict, agreement_of,
+    BaseRecord, BatchAxis, BatchRecord, BenchmarkRecord, ChangeRecord, CheckRecord, HeatMap,
+    MutantStatus, Report, SavedRecord, Seen, ShardRecord, Skip, Verdict, agreement_of,
 };
 
 use super::elements::hash;
@@ -800,4 +800,25 @@ fn what_the_script_adds_is_nothing_that_the_page_lacks_without_it() {
         "what only a script serves is only there by it"
     );
     assert!(without.contains("user-select: all") && without.contains("parity replay"));
+}
+
+#[test]
+fn the_summary_has_what_invariance_costs_where_a_call_was_timed_by_both_paths() {
+    let mut report = sample::whole(9);
+    assert!(!markdown(&report).contains("Cost of batch invariance"));
+    let free = report.benchmarks[0].clone();
+    let id = format!("{}{}", free.id, crate::operator::benchmarks::BY_INVARIANT_PATH);
+    report.benchmarks.push(BenchmarkRecord {
+        id,
+        median_ns: 1.25 * free.median_ns,
+        ..free.clone()
+    });
+    let other = BenchmarkRecord { id: "alone_forward/1 invariant".into(), ..free.clone() };
+    report.benchmarks.push(other);
+    let page = markdown(&report);
+    let line = page.lines().find(|line| line.ends_with("| 1.25 |")).unwrap_or_default();
+    assert!(line.starts_with(&format!("| `{}` |", free.id)), "{page}");
+    let costs = page.split("Cost of batch invariance").nth(1).unwrap_or_default();
+    let costs = costs.split("</details>").next().unwrap_or_default();
+    assert!(!costs.contains("alone_forward"), "a path without the other has no cost: {costs}");
 }

@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 
 use dsv4_parity::judge::recheck::recheck;
 use dsv4_parity::mutants::planted::{self, Mutant};
-use dsv4_parity::operator::benchmarks::{Benchmark, Call, Direction, Timed, Whole};
+use dsv4_parity::operator::benchmarks::{
+    BY_INVARIANT_PATH, Benchmark, Call, Direction, Timed, Whole,
+};
 use dsv4_parity::operator::declared::Operator;
 use dsv4_parity::operator::tensors::{Tensors, permuted_along};
 use dsv4_parity::operators::attention::attention_combine::AttentionCombine;
@@ -80,6 +82,22 @@ fn every_operator_but_a_chain_is_timed_on_a_gpu_and_on_the_emulator_under_names_
                 assert!(benchmark.work().bytes > 0.0);
             }
         }
+    }
+}
+
+#[test]
+fn a_forward_with_an_invariant_path_is_timed_by_it_too_beside_the_same_call_without() {
+    for environment in [&gpu("sm_90a"), emulator().environment()] {
+        let all = all(environment);
+        let names: BTreeSet<_> = all.iter().map(|b| (b.group(), b.name().to_owned())).collect();
+        let mut operators = BTreeSet::new();
+        for (group, name) in &names {
+            let Some(free) = name.strip_suffix(BY_INVARIANT_PATH) else { continue };
+            assert!(names.contains(&(group.clone(), free.to_owned())), "{group}/{name}");
+            operators.insert(group.strip_suffix("_forward").expect("a forward").to_owned());
+        }
+        let expected = ["linear", "mhc_head", "mhc_mix"].map(str::to_owned);
+        assert!(expected.iter().all(|name| operators.contains(name)), "{operators:?}");
     }
 }
 
