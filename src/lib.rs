@@ -9,6 +9,7 @@
 //! - [`calls`]: operators as functions of a caller's tensors;
 //! - [`case`]: one comparison, one line of JSON, and how its inputs are drawn;
 //! - [`external`]: a third-party kernel in a separate process;
+//! - [`gallery`]: public kernels of a list, each judged in processes of its own;
 //! - [`judge`]: what runs a case, what is compared, and how strictly;
 //! - [`blame`]: which call of a whole model, or of another stack, is outside its own budget;
 //! - [`record`]: the record of one case, and the journal of a run;
@@ -37,6 +38,7 @@ pub mod command;
 pub mod compile;
 pub mod coverage;
 pub mod external;
+pub mod gallery;
 pub mod judge;
 pub mod model;
 pub mod mutants;
