@@ -1,5 +1,6 @@
 //! `parity gallery`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -71,20 +72,39 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
     let chosen = list.kernels.iter().filter(|kernel| kernel.is_among(&arguments.only));
     let kernels: Vec<Kernel> = chosen.cloned().collect();
     if kernels.is_empty() {
-        bail!(
-            "--only {}: {} has no such library or operator",
-            arguments.only.join(","),
-            path.display()
-        );
+        let only = arguments.only.join(",");
+        bail!("--only {only}: {} has no such library or operator", path.display());
     }
     // Wrong files are told before minutes are spent.
-    let times = arguments
-        .pairs
-        .as_ref()
-        .map(|pairs| -> Result<_> { Ok((Pairs::read(pairs)?, Timings::read(&arguments.log)?)) });
-    let (times, unix) = (times.transpose()?, log::now());
-    std::fs::create_dir_all(&arguments.out)
-        .with_context(|| format!("--out {}", arguments.out.display()))?;
+    let (times, unix) = (times_of(arguments)?, log::now());
+    check_sites(arguments, &list, &path)?;
+    let out = &arguments.out;
+    std::fs::create_dir_all(out).with_context(|| format!("--out {}", out.display()))?;
+    let judges = judges(arguments, list);
+    let libraries = judges.look_for_libraries()?;
+    let entries = judged(&judges, &kernels, &libraries);
+    let named = |(name, found): (String, Found)| {
+        let is_there = found.missing.is_empty() && !found.version.is_empty();
+        is_there.then_some((name, found.version))
+    };
+    let versions = libraries.into_iter().filter_map(named).collect();
+    let (command, machine) = (command_line().join(" "), machine());
+    let place = Place { command, machine, versions, unix, times };
+    let (page, own) = (page(&place, &judges.list, &entries), out.join(PAGE));
+    for path in [Some(&own), arguments.markdown.as_ref()].into_iter().flatten() {
+        std::fs::write(path, &page).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(summarise(&entries, &own))
+}
+
+/// The pairs and the logs of `parity beside`, if they were given.
+fn times_of(arguments: &GalleryArguments) -> Result<Option<(Pairs, Timings)>> {
+    let Some(pairs) = &arguments.pairs else { return Ok(None) };
+    Ok(Some((Pairs::read(pairs)?, Timings::read(&arguments.log)?)))
+}
+
+/// Rejects folders that are not there, and those of a library that the list does not have.
+fn check_sites(arguments: &GalleryArguments, list: &List, path: &Path) -> Result<()> {
     for (library, folder) in &arguments.site {
         if list.libraries.iter().all(|one| one.name != *library) {
             bail!("--site {library}: {} has no such library", path.display());
@@ -93,7 +113,11 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
             bail!("--site {library}: {} is no folder", folder.display());
         }
     }
-    let judges = Judges {
+    Ok(())
+}
+
+fn judges(arguments: &GalleryArguments, list: List) -> Judges {
+    Judges {
         list,
         python: arguments.python.clone(),
         sites: arguments.site.clone(),
@@ -101,29 +125,19 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
         limit: Duration::from_secs(arguments.seconds),
         sweep: words_of(&arguments.sweep),
         out: arguments.out.clone(),
-    };
-    let libraries = judges.look_for_libraries()?;
+    }
+}
+
+/// What became of each kernel, with progress.
+fn judged(judges: &Judges, kernels: &[Kernel], libraries: &BTreeMap<String, Found>) -> Vec<Entry> {
     let steps = Steps::of(Some(kernels.len()), "kernels");
     let done = |kernel: &Kernel| {
         steps.set_message(&kernel.title());
         steps.step();
     };
-    let kernels: Vec<&Kernel> = kernels.iter().collect();
-    let entries = judges.judge(&kernels, &libraries, &done);
+    let entries = judges.judge(&kernels.iter().collect::<Vec<_>>(), libraries, &done);
     steps.end();
-    let named = |(name, found): (&String, &Found)| {
-        let is_there = found.missing.is_empty() && !found.version.is_empty();
-        is_there.then(|| (name.clone(), found.version.clone()))
-    };
-    let versions = libraries.iter().filter_map(named).collect();
-    let place =
-        Place { command: command_line().join(" "), machine: machine(), versions, unix, times };
-    let page = page(&place, &judges.list, &entries);
-    let own = arguments.out.join(PAGE);
-    for path in [Some(&own), arguments.markdown.as_ref()].into_iter().flatten() {
-        std::fs::write(path, &page).with_context(|| format!("writing {}", path.display()))?;
-    }
-    Ok(summarise(&entries, &own))
+    entries
 }
 
 /// The cases, as options of `parity external`.
