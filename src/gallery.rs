@@ -5,13 +5,12 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use dsv4_runtime::process::this_program;
 use dsv4_runtime::supervisor::{Supervised, run_within};
+use rayon::prelude::*;
 use serde::Deserialize;
 
 use crate::case::shell::quoted;
@@ -98,32 +97,22 @@ impl Judges {
 
     /// Judges kernels, several at the same time, and returns them in their order. `done` is called
     /// after each.
+    ///
+    /// # Errors
+    /// Threads that the system does not start.
     pub fn judge(
         &self,
-        kernels: &[&Kernel],
+        kernels: &[Kernel],
         libraries: &BTreeMap<String, Found>,
         done: &(dyn Fn(&Kernel) + Sync),
-    ) -> Vec<Entry> {
-        let next = AtomicUsize::new(0);
-        let outcomes: Vec<_> = kernels.iter().map(|_| Mutex::new(None)).collect();
-        let work = || {
-            loop {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let (Some(kernel), Some(place)) = (kernels.get(at), outcomes.get(at)) else {
-                    return;
-                };
-                let outcome = self.judge_one(kernel, libraries.get(&kernel.library));
-                *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-                done(kernel);
-            }
+    ) -> Result<Vec<Entry>> {
+        let entry = |kernel: &Kernel| {
+            let outcome = self.judge_one(kernel, libraries.get(&kernel.library));
+            done(kernel);
+            Entry { kernel: kernel.clone(), outcome }
         };
-        std::thread::scope(|scope| (0..self.jobs).for_each(|_| drop(scope.spawn(work))));
-        let entry = |(kernel, outcome): (&&Kernel, Mutex<Option<Outcome>>)| {
-            let outcome = outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
-            let outcome = outcome.unwrap_or(Outcome::NotRun("its thread ended".to_owned()));
-            Entry { kernel: (*kernel).clone(), outcome }
-        };
-        kernels.iter().zip(outcomes).map(entry).collect()
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(self.jobs).build()?;
+        Ok(threads.install(|| kernels.par_iter().with_max_len(1).map(entry).collect()))
     }
 
     fn judge_one(&self, kernel: &Kernel, found: Option<&Found>) -> Outcome {

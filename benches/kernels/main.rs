@@ -67,7 +67,8 @@ fn run() -> Result<bool> {
     let mut order: Vec<&dyn Timed> = all.iter().flatten().map(|benchmark| &**benchmark).collect();
     session.check_pairs(order.iter().copied())?;
     if gpu {
-        compile_in_advance(&session.operators(), device.tree(), device.environment())?;
+        let operators = session.operators(order.iter().copied());
+        compile_in_advance(&operators, device.tree(), device.environment())?;
         session.measure_ceilings()?;
     }
     if let Some(path) = &environment.log {

@@ -96,19 +96,21 @@ impl<'d> Session<'d> {
         Ok(pairs.check(Side::Ours, |id| ids.contains(id))?)
     }
 
-    /// The operators whose kernels are to be measured: those of the list of pairs, or all.
-    pub fn operators(&self) -> Vec<&'static AnyOperator> {
-        let is_of = |id: &str, operator: &AnyOperator| {
-            let group = id.split('/').next().unwrap_or_default();
-            let name = group.strip_suffix("_forward").or(group.strip_suffix("_backward"));
-            name == Some(operator.name())
-        };
-        let listed = |operator: &AnyOperator| {
-            let Some(pairs) = &self.pairs else { return true };
-            pairs.pairs.iter().any(|pair| is_of(&pair.ours, operator))
-        };
-        let all = OPERATORS.iter().copied().filter(|_| self.measuring);
-        all.filter(|operator| listed(operator)).collect()
+    /// Whether a benchmark is one of the list of pairs; without a list each is.
+    fn is_listed(&self, id: &Id) -> bool {
+        let listed = |pairs: &Pairs| pairs.pairs.iter().any(|pair| pair.ours == id.to_string());
+        self.pairs.as_ref().is_none_or(listed)
+    }
+
+    /// The operators whose kernels are to be measured.
+    pub fn operators<'b>(
+        &self,
+        benchmarks: impl Iterator<Item = &'b dyn Timed>,
+    ) -> Vec<&'static AnyOperator> {
+        let listed = benchmarks.filter(|one| self.measuring && self.is_listed(&Id::of(*one)));
+        let names: BTreeSet<String> = listed.map(|one| one.work().operator).collect();
+        let all = OPERATORS.iter().copied();
+        all.filter(|operator| names.contains(operator.name())).collect()
     }
 
     /// Starts a turn in the log for `parity beside`, if something is measured. Benchmarks that
@@ -223,8 +225,7 @@ impl<'d> Session<'d> {
     /// instead.
     pub fn run(&mut self, benchmark: &dyn Timed) -> Result<()> {
         let id = Id::of(benchmark);
-        let listed = |pairs: &Pairs| pairs.pairs.iter().any(|pair| pair.ours == id.to_string());
-        if !self.pairs.as_ref().is_none_or(listed) {
+        if !self.is_listed(&id) {
             return Ok(());
         }
         if let Some(why) = benchmark.cannot_run(self.device.environment()) {

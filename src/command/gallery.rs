@@ -15,7 +15,7 @@ use crate::gallery::{Found, Judges};
 use crate::report::beside::log::{self, Timings};
 use crate::report::beside::pairs::Pairs;
 use crate::report::gallery::list::{Kernel, List};
-use crate::report::gallery::page::{Entry, Outcome, Place, page};
+use crate::report::gallery::page::{Entry, Outcome, Place, numbers, page};
 use crate::sweep::regressions::fixtures_dir;
 
 /// The page.
@@ -82,7 +82,7 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
     std::fs::create_dir_all(out).with_context(|| format!("--out {}", out.display()))?;
     let judges = judges(arguments, list);
     let libraries = judges.look_for_libraries()?;
-    let entries = judged(&judges, &kernels, &libraries);
+    let entries = judged(&judges, &kernels, &libraries)?;
     let named = |(name, found): (String, Found)| {
         let is_there = found.missing.is_empty() && !found.version.is_empty();
         is_there.then_some((name, found.version))
@@ -129,13 +129,17 @@ fn judges(arguments: &GalleryArguments, list: List) -> Judges {
 }
 
 /// What became of each kernel, with progress.
-fn judged(judges: &Judges, kernels: &[Kernel], libraries: &BTreeMap<String, Found>) -> Vec<Entry> {
+fn judged(
+    judges: &Judges,
+    kernels: &[Kernel],
+    libraries: &BTreeMap<String, Found>,
+) -> Result<Vec<Entry>> {
     let steps = Steps::of(Some(kernels.len()), "kernels");
     let done = |kernel: &Kernel| {
         steps.set_message(&kernel.title());
         steps.step();
     };
-    let entries = judges.judge(&kernels.iter().collect::<Vec<_>>(), libraries, &done);
+    let entries = judges.judge(kernels, libraries, &done);
     steps.end();
     entries
 }
@@ -162,7 +166,6 @@ fn machine() -> String {
 
 /// Prints a line for each kernel that does not agree, and the numbers of all.
 fn summarise(entries: &[Entry], page: &Path) -> Exit {
-    let mut numbers = [0u64; 3];
     for entry in entries {
         let title = format!("{} ({})", entry.kernel.title(), entry.kernel.operator);
         match &entry.outcome {
@@ -171,15 +174,8 @@ fn summarise(entries: &[Entry], page: &Path) -> Exit {
             Outcome::Judged(_) if !entry.agrees() => outln!("no case is supported: {title}"),
             Outcome::Judged(_) => {}
         }
-        numbers[if entry.agrees() {
-            0
-        } else if entry.disagrees() {
-            1
-        } else {
-            2
-        }] += 1;
     }
-    let [agree, disagree, rest] = numbers;
+    let [agree, disagree, rest] = numbers(entries);
     outln!("{agree} kernels agree, {disagree} disagree, {rest} did not run");
     outln!("page: {}", page.display());
     match (agree, disagree) {

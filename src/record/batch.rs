@@ -114,12 +114,17 @@ impl BatchStanding {
             *kind += record.runs;
             standing.differ += record.differ;
         }
-        (standing.declared + standing.measured > 0).then_some(standing)
+        (standing.runs() > 0).then_some(standing)
+    }
+
+    /// Other batches, of either kind.
+    pub fn runs(&self) -> u64 {
+        self.declared + self.measured
     }
 
     /// A few words for a cell of a table, such as `declared` or `differs in 3 of 12`.
     pub fn words(&self) -> String {
-        let runs = self.declared + self.measured;
+        let runs = self.runs();
         match (self.differ, self.measured) {
             (0, 0) => "declared".to_owned(),
             (0, _) if self.declared > 0 => "invariant, declared in part".to_owned(),

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use crate::mutants::matrix::tally::Tally;
 use crate::operator::benchmarks::BY_INVARIANT_PATH;
 use crate::record::words::printable;
-use crate::record::{ChangeRecord, MutantSource, Report};
+use crate::record::{ChangeRecord, CheckRecord, MutantSource, Report};
 
 use super::elements::hash;
 use super::families::{self, Gathered};
@@ -74,6 +74,16 @@ fn totals(report: &Report, counts: &Counts) -> String {
     line
 }
 
+/// A line of a list: the check, its tensor, and what it says.
+pub(crate) fn finding(check: &CheckRecord, message: &str) -> String {
+    let tensor = match check.tensor.as_str() {
+        "" => String::new(),
+        tensor => format!(" of {}", code(tensor)),
+    };
+    let word = Standing::of(check).word();
+    format!("- {word} {}{tensor}: {}\n", text(check.check.as_str()), text(message))
+}
+
 fn failures(report: &Report) -> String {
     let cases = failing(report);
     if cases.is_empty() {
@@ -93,18 +103,7 @@ fn failures(report: &Report) -> String {
             code(&hash(case))
         );
         for check in findings(case) {
-            let tensor = if check.tensor.is_empty() {
-                String::new()
-            } else {
-                format!(" of {}", code(&check.tensor))
-            };
-            let _ = writeln!(
-                section,
-                "- {} {}{tensor}: {}",
-                Standing::of(check).word(),
-                text(check.check.as_str()),
-                text(&message(check))
-            );
+            section += &finding(check, &message(check));
         }
         if case.checks.is_empty() {
             section += "- error: no check ran\n";

@@ -286,11 +286,12 @@ pub fn plan(
     let on_emulator = environment.backend == BackendKind::Emulator;
     let mut edge_cases = operator.edge_cases(options.profile);
     edge_cases.retain(|case| on_emulator || !operator.is_for_the_emulator(case));
+    if let Some(condition) = &options.condition {
+        // All of them, however few the sweep takes: some fields are those of one.
+        refuse_unknown_fields(condition, operator, &edge_cases, options)?;
+    }
     let edge_cases = part_of(edge_cases, options.edge_cases, "edge cases");
     let remembered = part_of(remembered, options.remembered, "remembered cases");
-    if let Some(condition) = &options.condition {
-        refuse_unknown_fields(condition, operator, options)?;
-    }
     let edge_cases =
         edge_cases.into_iter().map(|case| PlannedCase::without_tree(case, Origin::Drawn));
     let remembered =
@@ -380,6 +381,7 @@ pub fn retain_matching(
 fn refuse_unknown_fields(
     condition: &Condition,
     operator: &AnyOperator,
+    edge_cases: &[Case],
     options: &SweepOptions,
 ) -> Result<(), CaseError> {
     /// That many drawn cases also show the fields that only some cases have.
@@ -388,8 +390,7 @@ fn refuse_unknown_fields(
     let (strategy, mut runner) = (operator.strategy(options.profile), runner(options.seed, name));
     let drawn =
         (0..DRAWN).map_while(|_| strategy.new_tree(&mut runner).ok().map(|tree| tree.current()));
-    // All edge cases, however few of them a sweep takes: some fields are those of one.
-    let cases: Vec<Case> = operator.edge_cases(options.profile).into_iter().chain(drawn).collect();
+    let cases: Vec<Case> = edge_cases.iter().cloned().chain(drawn).collect();
     let Some(unknown) = condition.unknown(cases.iter()) else { return Ok(()) };
     let fields: BTreeSet<&str> =
         cases.iter().flat_map(|case| case.fields.keys()).map(String::as_str).collect();

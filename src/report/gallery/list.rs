@@ -49,8 +49,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Its name in reports and folders: `FlashMLA decode_attention`, or with what it is where a
-    /// library has several of an operator.
+    /// Its name in reports: the library, and what it is.
     pub fn title(&self) -> String {
         format!("{} {}", self.library, self.name)
     }
@@ -132,10 +131,5 @@ impl List {
     /// A file of the list's folder.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
-    }
-
-    /// The library of a kernel.
-    pub fn library_of(&self, kernel: &Kernel) -> Option<&Library> {
-        self.libraries.iter().find(|library| library.name == kernel.library)
     }
 }

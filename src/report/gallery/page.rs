@@ -5,13 +5,13 @@ use std::fmt::Write as _;
 
 use super::list::{Kernel, List};
 use crate::record::words::brief;
-use crate::record::{BatchAxis, BatchRecord, BatchStanding, CaseRecord, Report, Standing};
+use crate::record::{BatchAxis, BatchRecord, BatchStanding, CaseRecord, Report};
 use crate::report::beside;
 use crate::report::beside::log::Timings;
 use crate::report::beside::pairs::Pairs;
 use crate::report::diagnosis;
 use crate::report::families::Gathered;
-use crate::report::markdown::{block, code, text};
+use crate::report::markdown::{block, code, finding, text};
 use crate::report::numbers::{count, counted, significant, utc};
 use crate::report::power;
 use crate::report::skips::by_reason;
@@ -131,12 +131,17 @@ fn head(place: &Place, list: &List, entries: &[Entry]) -> String {
     table + "\n"
 }
 
-fn verdict(entries: &[Entry]) -> String {
+/// How many kernels agree, how many do not, and how many did not run or have no case.
+pub fn numbers(entries: &[Entry]) -> [u64; 3] {
     let number = |of: fn(&Entry) -> bool| entries.iter().filter(|entry| of(entry)).count() as u64;
+    let (agree, disagree) = (number(Entry::agrees), number(Entry::disagrees));
+    [agree, disagree, entries.len() as u64 - agree - disagree]
+}
+
+fn verdict(entries: &[Entry]) -> String {
     let cases: usize =
         entries.iter().filter_map(Entry::report).map(|report| report.cases.len()).sum();
-    let (agree, disagree) = (number(Entry::agrees), number(Entry::disagrees));
-    let rest = entries.len() as u64 - agree - disagree;
+    let [agree, disagree, rest] = numbers(entries);
     format!(
         "{}: {agree} agree in every case, {disagree} do not, {rest} did not run. {} in all.\n\n",
         counted(entries.len() as u64, "kernel"),
@@ -192,11 +197,10 @@ fn standing(entry: &Entry) -> String {
     let of = |axis| Some((axis, BatchStanding::of(axis, entry.batches())?));
     let standings: Vec<(BatchAxis, BatchStanding)> =
         BatchAxis::ALL.into_iter().filter_map(of).collect();
-    let runs: u64 =
-        standings.iter().map(|(_, standing)| standing.declared + standing.measured).sum();
+    let runs: u64 = standings.iter().map(|(_, standing)| standing.runs()).sum();
     let differ = |(axis, standing): &(BatchAxis, BatchStanding)| {
-        let runs = standing.declared + standing.measured;
-        (standing.differ > 0).then(|| format!("{axis} {} of {runs}", standing.differ))
+        let words = || format!("{axis} {} of {}", standing.differ, standing.runs());
+        (standing.differ > 0).then(words)
     };
     let differing: Vec<String> = standings.iter().filter_map(differ).collect();
     match (&differing[..], runs) {
@@ -209,9 +213,8 @@ fn standing(entry: &Entry) -> String {
 /// What disagrees: what failing cases have in common, and the smallest of them.
 fn disagreements(entries: &[Entry]) -> String {
     let mut section = String::new();
-    for (entry, report) in
-        entries.iter().filter(|entry| entry.disagrees()).filter_map(|e| Some((e, e.report()?)))
-    {
+    for entry in entries.iter().filter(|entry| entry.disagrees()) {
+        let Some(report) = entry.report() else { continue };
         let _ = write!(section, "### {}\n\n", entry.heading());
         if let Some(note) = &entry.kernel.note {
             let _ = write!(section, "{}\n\n", text(note));
@@ -224,21 +227,8 @@ fn disagreements(entries: &[Entry]) -> String {
 
 /// A failing case: what is wrong, and the command that runs it again.
 fn smallest(case: &CaseRecord) -> String {
-    let mut lines = String::new();
-    for check in findings(case).into_iter().take(FINDINGS) {
-        let of = match check.tensor.as_str() {
-            "" => String::new(),
-            tensor => format!(" of {}", code(tensor)),
-        };
-        let word = Standing::of(check).word();
-        let _ = write!(
-            lines,
-            "- {word} {}{of}: {}",
-            text(check.check.as_str()),
-            text(&brief(&message(check)))
-        );
-        lines.push('\n');
-    }
+    let worst = findings(case).into_iter().take(FINDINGS);
+    let lines: String = worst.map(|check| finding(check, &brief(&message(check)))).collect();
     if case.replay.len() > LONGEST_REPLAY {
         return lines + "\n";
     }
@@ -277,7 +267,9 @@ fn not_supported(entries: &[Entry]) -> String {
         for (why, cases) in reasons {
             let _ = writeln!(lines, "| {} | {cases} | {} |", entry.heading(), text(why));
         }
-        for skip in by_reason(&report.skips).iter().filter(|_| report.cases.is_empty()) {
+        // Where no case ran, what kept each from it is what there is to say.
+        let skips = if report.cases.is_empty() { by_reason(&report.skips) } else { Vec::new() };
+        for skip in skips {
             let _ =
                 writeln!(lines, "| {} | {} | {} |", entry.heading(), skip.count, text(&skip.why));
         }
