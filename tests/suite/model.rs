@@ -245,6 +245,98 @@ fn a_rejected_call_names_the_reason_and_changes_nothing() {
     assert_eq!(first_difference(&expected, &[first, rest].concat()), None);
 }
 
+/// Two sequences of unlike lengths that decode together, past the end of a page, with other steps
+/// between: the logits after each of their tokens, and the caches.
+fn decoded(model: &mut Model<'_>) -> (Vec<Vec<f32>>, [Vec<u8>; 2]) {
+    let texts = [text(5, 131), text(6, 14)];
+    let sequences = [admitted(model), admitted(model)];
+    let mut all = Vec::new();
+    let mut feed = |model: &mut Model<'_>, parts: [std::ops::Range<usize>; 2]| {
+        let fed = sequences.iter().zip(&texts).zip(parts);
+        let fed = fed.filter(|(_, part)| !part.is_empty());
+        let chunks: Vec<_> =
+            fed.map(|((&sequence, text), part)| Chunk { sequence, tokens: &text[part] }).collect();
+        all.extend(model.logits(&chunks).expect("logits").concat());
+    };
+    feed(model, [0..120, 0..3]);
+    for at in 0..7 {
+        feed(model, [120 + at..121 + at, 3 + at..4 + at]);
+    }
+    // A larger step moves buffers under what is recorded.
+    feed(model, [127..127, 10..12]);
+    feed(model, [127..129, 12..14]);
+    feed(model, [129..130, 0..0]);
+    feed(model, [130..131, 0..0]);
+    let caches = model.cache_contents().expect("caches");
+    sequences.into_iter().for_each(|sequence| model.release(sequence).expect("released"));
+    (all, caches)
+}
+
+#[test]
+fn recorded_steps_have_the_bits_of_launched_ones() {
+    let layers = [Window, Csa, Hca];
+    let limits = Limits { step_tokens: 120, ..LIMITS };
+    let (launched, caches) = decoded(&mut model(&layers, limits));
+    let mut recording = model(&layers, limits);
+    recording.record_steps();
+    let (recorded, recorded_caches) = decoded(&mut recording);
+    // One page and two, of two sequences; one sequence with one token, and with two.
+    assert_eq!(recording.num_recorded(), usize::from(device().backend().recorder().is_some()) * 2);
+    assert_eq!(first_difference(&launched, &recorded), None);
+    assert!(caches == recorded_caches, "the caches differ");
+    // Once more, with everything recorded and in buffers that have grown.
+    let (again, _) = decoded(&mut recording);
+    assert_eq!(first_difference(&launched, &again), None);
+}
+
+#[test]
+fn other_weights_are_seen_by_recorded_steps_and_by_prefixes() {
+    let (layers, limits) = ([Window, Csa], Limits { num_snapshots: 2, ..LIMITS });
+    let config = sizes(&layers).config();
+    let weights = |seed: u64| {
+        let folder = tempfile::tempdir().expect("a folder");
+        random::write(folder.path(), &config, seed, &|_, _| {}).expect("a checkpoint");
+        let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+        Weights::load(invariant_device(), &checkpoint, &mut |_, _| {}).expect("weights")
+    };
+    let (prompt, sampling) = (text(7, 129), [Sampling::GREEDY]);
+    let decode = |model: &mut Model<'_>| {
+        let admitted = model.admit(&prompt).expect("a sequence");
+        let sequence = admitted.sequence;
+        let chunk = Chunk { sequence, tokens: &prompt[admitted.cached_tokens..] };
+        model.sample(&[chunk], &sampling).expect("a token");
+        let logits = logits_in(model, sequence, &prompt[..4], &[1; 4]);
+        model.release(sequence).expect("released");
+        (admitted.cached_tokens, logits)
+    };
+    let made = |seed| {
+        let device = invariant_device();
+        let made = Model::new(device, &config, weights(seed), limits, Implementation::Portable);
+        let mut model = made.expect("a model");
+        model.record_steps();
+        model
+    };
+    let [(_, first), (_, second)] = [1, 2].map(|seed| decode(&mut made(seed)));
+    assert!(first_difference(&first, &second).is_some());
+    let mut model = made(1);
+    assert_eq!(decode(&mut model), (0, first.clone()));
+    assert_eq!(decode(&mut model), (128, first));
+    let old = model.replace_weights(weights(2)).expect("the same shapes");
+    assert_eq!(decode(&mut model), (0, second));
+    // Neither weights of other shapes nor caches of other weights get in.
+    let sequence = admitted(&mut model);
+    let refused = model.replace_weights(old).err().expect("a sequence runs").to_string();
+    assert_eq!(refused, "`sequences` is 1: it must be 0: release them first");
+    model.release(sequence).expect("released");
+    let folder = tempfile::tempdir().expect("a folder");
+    let wider = Sizes { num_experts: 4, ..sizes(&layers) }.config();
+    random::write(folder.path(), &wider, 1, &|_, _| {}).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    let other = Weights::load(invariant_device(), &checkpoint, &mut |_, _| {}).expect("weights");
+    let refused = model.replace_weights(other).err().expect("other shapes").to_string();
+    assert!(refused.starts_with("`layer 0: "), "{refused}");
+}
+
 #[test]
 fn a_sample_depends_on_its_seed_and_its_position_only() {
     let mut model = model(&[Window], LIMITS);

@@ -264,6 +264,19 @@ impl CacheManager {
         Ok(Admitted { sequence, cached_tokens, restore })
     }
 
+    /// How many sequences run.
+    pub fn num_running(&self) -> usize {
+        self.sequences.iter().flatten().count()
+    }
+
+    /// Forgets every prefix that no running sequence holds: what computed them is no longer right.
+    ///
+    /// # Errors
+    /// None while the counts of pages are consistent.
+    pub fn forget_prefixes(&mut self) -> Result<()> {
+        self.evict(self.available_pages())
+    }
+
     /// Appends tokens, of which the last `drafts` may be rejected afterwards. Returns where they
     /// are written.
     ///
@@ -492,6 +505,16 @@ impl CacheManager {
     /// Returns `needed` pages, or none at all. Prefixes are evicted only as needed, the least
     /// recently used first, and never before the prefixes that continue them.
     fn take_pages(&mut self, needed: usize) -> Result<Vec<usize>> {
+        self.evict(needed)?;
+        let pages: Vec<usize> = (0..needed).filter_map(|_| self.free_pages.take()).collect();
+        let last = pages.iter().max().map_or(0, |&page| page + 1);
+        self.pages.resize(self.pages.len().max(last), Page::default());
+        pages.iter().for_each(|&page| self.pages[page].holders = 1);
+        Ok(pages)
+    }
+
+    /// Evicts prefixes until that many pages are free.
+    fn evict(&mut self, needed: usize) -> Result<()> {
         for prefix in self.cached.to_evict(needed, self.free_pages.len())? {
             if let Some((page, snapshot)) = self.cached.forget(prefix) {
                 snapshot.into_iter().for_each(|snapshot| self.free_snapshots.give_back(snapshot));
@@ -499,11 +522,7 @@ impl CacheManager {
                 self.free_pages.give_back(page);
             }
         }
-        let pages: Vec<usize> = (0..needed).filter_map(|_| self.free_pages.take()).collect();
-        let last = pages.iter().max().map_or(0, |&page| page + 1);
-        self.pages.resize(self.pages.len().max(last), Page::default());
-        pages.iter().for_each(|&page| self.pages[page].holders = 1);
-        Ok(pages)
+        Ok(())
     }
 
     fn give_back(&mut self, block_table: Vec<usize>) {

@@ -30,6 +30,19 @@ pub(super) struct ModuleRows<'a> {
     pub next: &'a [u32],
 }
 
+/// The most tokens that each sequence of a decode step has: one, and drafts.
+const DECODED_TOKENS: usize = 4;
+
+/// The extents of a step's lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Extents {
+    num_tokens: usize,
+    num_sequences: usize,
+    table_pages: usize,
+    hca_width: usize,
+    num_entries: [usize; 2],
+}
+
 /// A step on the host. Lists have a row for each token.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Batch {
@@ -103,6 +116,47 @@ impl Batch {
             batch.hca.cu_entries.push(0);
         }
         Ok(batch)
+    }
+
+    /// How many tokens each sequence has, if all have as many and these are few: a decode step.
+    pub fn decoded_tokens(&self) -> Option<usize> {
+        let count = self.num_tokens().checked_div(self.num_sequences())?;
+        let is_uniform = self.cu_seqlens.windows(2).all(|ends| ends[1] - ends[0] == count as i32);
+        (is_uniform && count <= DECODED_TOKENS).then_some(count)
+    }
+
+    /// Widens lists whose lengths follow from positions, so that many decode steps have the same:
+    /// tables to powers of two, new entries to the most that this many tokens of each sequence
+    /// complete. What is added is skipped by every kernel.
+    pub fn widen(&mut self, decoded_tokens: usize) {
+        for (list, width) in [
+            (&mut self.block_table, &mut self.table_pages),
+            (&mut self.hca_indices, &mut self.hca_width),
+        ] {
+            let wide = width.next_power_of_two();
+            *list = list
+                .chunks(*width)
+                .flat_map(|row| row.iter().copied().chain(vec![-1; wide - row.len()]))
+                .collect();
+            *width = wide;
+        }
+        let sequences = self.num_sequences();
+        for (entries, kind) in [(&mut self.csa, LayerKind::Csa), (&mut self.hca, LayerKind::Hca)] {
+            let most = decoded_tokens.div_ceil(kind.ratio().unwrap_or(1));
+            entries.slots.resize(sequences * most, -1);
+        }
+    }
+
+    /// What the addresses and the launches of a step follow from, beside the number of rows of its
+    /// head.
+    pub fn extents(&self) -> Extents {
+        Extents {
+            num_tokens: self.num_tokens(),
+            num_sequences: self.num_sequences(),
+            table_pages: self.table_pages,
+            hca_width: self.hca_width,
+            num_entries: [self.csa.slots.len(), self.hca.slots.len()],
+        }
     }
 
     pub fn num_tokens(&self) -> usize {

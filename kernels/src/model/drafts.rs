@@ -19,6 +19,7 @@ use crate::cache::cache_manager::CacheError;
 use crate::experts::moe_reduce;
 use crate::model::batch::{Batch, Fed, ModuleRows};
 use crate::model::engine::{Chunk, Model, ModelError, Result, Sampling, check_sampling};
+use crate::model::head::Wanted;
 use crate::model::step::{ATTN, Step, shaped};
 use crate::streams::embed_streams;
 use crate::streams::mhc_post::NUM_STREAMS;
@@ -44,15 +45,16 @@ impl Model<'_> {
             tokens,
             drafts: tokens.len() - 1,
         });
-        let batch = self.step(&fed.collect::<Vec<_>>())?;
-        let rows: Vec<i32> = (0..batch.num_tokens() as i32).collect();
-        let logits = self.head(&batch, &rows)?;
+        let batch = self.batch(&fed.collect::<Vec<_>>())?;
         let requests = chunks
             .iter()
             .zip(sampling)
             .flat_map(|(chunk, &sampling)| chunk.tokens.iter().map(move |_| sampling));
         let positions = batch.positions.iter().map(|&position| position as u64 + 1);
-        let sampled = self.draw(&logits, &requests.zip(positions).collect::<Vec<_>>())?;
+        let requests = requests.zip(positions).collect();
+        let wanted = Wanted { requests, ..Wanted::logits(batch.num_tokens()) };
+        self.step(&batch, &wanted)?;
+        let sampled = self.read_tokens(&wanted)?;
         let (mut found, mut kept) = (Vec::new(), Vec::new());
         for (&Chunk { sequence, tokens }, &first) in chunks.iter().zip(&batch.cu_seqlens) {
             let sampled = &sampled[first as usize..][..tokens.len()];
@@ -83,10 +85,8 @@ impl Model<'_> {
         let mut drafts: Vec<Vec<u32>> = vec![Vec::new(); chunks.len()];
         let mut next: Vec<u32> = chunks.iter().map(|chunk| chunk.tokens[0]).collect();
         for ahead in 0..count {
-            let (batch, logits) = self.module_step(chunks, &next, ahead)?;
-            let positions = batch.positions.iter().map(|&position| position as u64 + 2);
-            let requests = sampling.iter().copied().zip(positions).collect::<Vec<_>>();
-            next = self.draw(&logits, &requests)?;
+            let wanted = self.module_step(chunks, &next, ahead, sampling)?;
+            next = self.read_tokens(&wanted)?;
             drafts.iter_mut().zip(&next).for_each(|(drafts, &token)| drafts.push(token));
         }
         Ok(drafts)
@@ -100,8 +100,8 @@ impl Model<'_> {
     pub fn draft_logits(&mut self, chunks: &[Chunk<'_>]) -> Result<Vec<Vec<f32>>> {
         self.check_drafts(chunks, 1)?;
         let next: Vec<u32> = chunks.iter().map(|chunk| chunk.tokens[0]).collect();
-        let (_, logits) = self.module_step(chunks, &next, 0)?;
-        self.floats(&logits)
+        let wanted = self.module_step(chunks, &next, 0, &[])?;
+        self.read_logits(&wanted)
     }
 
     fn check_drafts(&self, chunks: &[Chunk<'_>], count: usize) -> Result<()> {
@@ -129,13 +129,15 @@ impl Model<'_> {
         Ok(())
     }
 
-    /// The module's logits of one row for each sequence, that many rows ahead of its last token.
+    /// Computes the module's logits of one row for each sequence, that many rows ahead of its last
+    /// token, and with samplings a token after each. Returns what can be read then.
     fn module_step(
         &mut self,
         chunks: &[Chunk<'_>],
         next: &[u32],
         ahead: usize,
-    ) -> Result<(Batch, TensorView)> {
+        sampling: &[Sampling],
+    ) -> Result<Wanted> {
         let mut rows = Vec::new();
         for (chunk, next) in chunks.iter().zip(next) {
             let first = self.manager.num_tokens(chunk.sequence)? - 1 + ahead;
@@ -143,6 +145,9 @@ impl Model<'_> {
             rows.push(ModuleRows { sequence: chunk.sequence, first, next });
         }
         let batch = Batch::of_module(&self.manager, &rows)?;
+        let positions = batch.positions.iter().map(|&position| position as u64 + 2);
+        let requests = sampling.iter().copied().zip(positions).collect();
+        let wanted = Wanted { requests, ..Wanted::logits(batch.num_tokens()) };
         // Further rows read the streams of the module itself.
         let tails = rows.iter().map(|row| (self.parts.caches.tail(row.sequence.slot()), 1));
         let streams = match ahead {
@@ -155,14 +160,13 @@ impl Model<'_> {
         let shared = &self.weights.shared;
         let mut step = self.parts.step(&batch);
         step.layer = Some(layer);
-        step.upload()?;
+        step.upload(&wanted)?;
         step.module_input(w, &shared["embed"], &streams)?;
         let u = step.first_site(ATTN, w)?;
         let y = step.sublayers(layer, LayerKind::Window, &u, w)?;
         step.last(&y)?;
-        let rows: Vec<i32> = (0..batch.num_tokens() as i32).collect();
-        let logits = step.logits(&rows, w, &shared["head"])?;
-        Ok((batch, logits))
+        step.head(&wanted, w, &shared["head"])?;
+        Ok(wanted)
     }
 
     /// Writes the module's window for tokens that a step has kept, and keeps the streams of the
@@ -199,7 +203,7 @@ impl Model<'_> {
         let batch = Batch::of_module(&self.manager, &rows)?;
         let mut step = parts.step(&batch);
         step.layer = Some(layer);
-        step.upload()?;
+        step.upload(&Wanted::default())?;
         step.module_input(w, &self.weights.shared["embed"], &read)?;
         let u = step.first_site(ATTN, w)?;
         Ok(step.window_rows(layer, LayerKind::Window, &u, w)?)
@@ -231,7 +235,7 @@ impl Step<'_, '_> {
         let hh = self.quantized(["hh_codes", "hh_scales"], &hh)?;
         let h_y = self.product("h_y", &hh, [&w["h_proj"], &w["h_proj_scales"]])?;
         let of_streams: Vec<i32> = (0..rows as i32).map(|row| row / NUM_STREAMS as i32).collect();
-        let slots = self.buffers.upload("tokens_of_streams", &[rows, 1], &of_streams)?;
+        let slots = self.buffers.own_list("tokens_of_streams", &[rows, 1], &of_streams)?;
         let out = shaped(&self.streams()?, &[rows, hidden]);
         let views = Views::from([("y", &e_y), ("shared", &h_y), ("out", &out)]);
         let views = views.with("token_topk_to_pos", &slots);

@@ -15,6 +15,8 @@ use crate::model::batch::{Batch, Fed};
 use crate::model::buffers::Buffers;
 use crate::model::caches::Caches;
 use crate::model::config::Config;
+use crate::model::graphs::Graphs;
+use crate::model::head::Wanted;
 use crate::model::step::{Parts, Step};
 use crate::model::tables::Tables;
 use crate::model::tap::Tap;
@@ -60,6 +62,9 @@ pub enum ModelError {
         /// The rule.
         rule: &'static str,
     },
+    /// Weights that are not those of this model.
+    #[error("`{0}` of the new weights has another shape or type, or only one of both has it")]
+    OtherWeights(String),
     /// A token that the vocabulary does not have.
     #[error("token {token} of a sequence: the vocabulary has {vocab_size}")]
     UnknownToken {
@@ -117,6 +122,8 @@ pub struct Admitted {
 
 /// A model on a device.
 pub struct Model<'d> {
+    // Dropped first: it uses the memory of what follows.
+    graphs: Option<Graphs<'d>>,
     pub(super) parts: Parts<'d>,
     pub(super) weights: Weights<'d>,
     pub(super) limits: Limits,
@@ -177,6 +184,7 @@ impl<'d> Model<'d> {
         let tail = DType::Bf16.size() * NUM_STREAMS * config.hidden_size;
         let tail = if limits.drafts { tail } else { 0 };
         Ok(Self {
+            graphs: None,
             weights,
             limits,
             parts: Parts {
@@ -200,6 +208,40 @@ impl<'d> Model<'d> {
     /// Lets a tap run every later launch; `None` ends that.
     pub fn set_tap(&mut self, tap: Option<Box<dyn Tap + 'd>>) {
         self.parts.tap = tap;
+    }
+
+    /// Records decode steps from now on, and replays them: steps in which each sequence has the
+    /// same number of tokens, at most 4. Nothing changes where the device records nothing. A tap
+    /// sees each launch, so with one nothing is replayed.
+    pub fn record_steps(&mut self) {
+        self.graphs = self.parts.device.backend().recorder().map(Graphs::new);
+    }
+
+    /// How many steps have been recorded: one for each number of sequences, of tokens, and power of
+    /// two of pages.
+    pub fn num_recorded(&self) -> usize {
+        self.graphs.as_ref().map_or(0, Graphs::len)
+    }
+
+    /// Takes other weights of the same shapes, and returns those it had. What prefixes hold was
+    /// computed with these, so prefixes are forgotten.
+    ///
+    /// # Errors
+    /// Weights of other shapes; sequences that run, whose caches were computed with the old ones.
+    pub fn replace_weights(&mut self, weights: Weights<'d>) -> Result<Weights<'d>> {
+        let running = self.manager.num_running();
+        if running > 0 {
+            let (argument, rule) = ("sequences", "0: release them first");
+            return Err(ModelError::Limit { argument, value: running, rule });
+        }
+        if let Some(name) = self.weights.difference(&weights) {
+            return Err(ModelError::OtherWeights(name));
+        }
+        self.manager.forget_prefixes()?;
+        if let Some(graphs) = &mut self.graphs {
+            graphs.clear();
+        }
+        Ok(std::mem::replace(&mut self.weights, weights))
     }
 
     /// Starts a sequence, with the longest prefix of its prompt whose state is saved.
@@ -250,10 +292,10 @@ impl<'d> Model<'d> {
         let mut all: Vec<Vec<Vec<f32>>> = vec![Vec::new(); chunks.len()];
         for pieces in self.pieces(chunks)? {
             let fed = of_pieces(chunks, &pieces);
-            let batch = self.step(&fed)?;
-            let rows: Vec<i32> = (0..batch.num_tokens() as i32).collect();
-            let logits = self.head(&batch, &rows)?;
-            let mut logits = self.floats(&logits)?.into_iter();
+            let batch = self.batch(&fed)?;
+            let wanted = Wanted::logits(batch.num_tokens());
+            self.step(&batch, &wanted)?;
+            let mut logits = self.read_logits(&wanted)?.into_iter();
             for &(chunk, from, to) in &pieces {
                 all[chunk].extend((from..to).filter_map(|_| logits.next()));
             }
@@ -274,7 +316,7 @@ impl<'d> Model<'d> {
         let mut sampled = vec![0; chunks.len()];
         for pieces in self.pieces(chunks)? {
             let fed = of_pieces(chunks, &pieces);
-            let batch = self.step(&fed)?;
+            let batch = self.batch(&fed)?;
             // Rows whose chunk ends in this step.
             let mut ends = Vec::new();
             let mut row = 0;
@@ -284,14 +326,16 @@ impl<'d> Model<'d> {
                     ends.push((chunk, row as i32 - 1));
                 }
             }
-            let rows: Vec<i32> = ends.iter().map(|&(_, row)| row).collect();
-            let requests: Vec<(Sampling, u64)> = ends
-                .iter()
-                .map(|&(chunk, row)| (sampling[chunk], batch.positions[row as usize] as u64 + 1))
-                .collect();
+            let request = |&(chunk, row): &(usize, i32)| {
+                (sampling[chunk], batch.positions[row as usize] as u64 + 1)
+            };
+            let wanted = Wanted {
+                rows: ends.iter().map(|&(_, row)| row).collect(),
+                requests: ends.iter().map(request).collect(),
+            };
+            self.step(&batch, &wanted)?;
             if !ends.is_empty() {
-                let logits = self.head(&batch, &rows)?;
-                let tokens = self.draw(&logits, &requests)?;
+                let tokens = self.read_tokens(&wanted)?;
                 ends.iter().zip(tokens).for_each(|(&(chunk, _), token)| sampled[chunk] = token);
             }
             self.settle(&batch, &fed)?;
@@ -354,13 +398,33 @@ impl<'d> Model<'d> {
         }
     }
 
-    /// One step: the streams of its tokens after the last layer.
-    pub(super) fn step(&mut self, fed: &[Fed<'_>]) -> Result<Batch> {
-        let batch = Batch::new(&mut self.manager, fed)?;
-        let mut step: Step<'_, '_> = self.parts.step(&batch);
-        step.upload()?;
-        step.main_layers(&self.weights.shared["embed"], &self.weights.layers)?;
+    /// The lists of a step, whose tokens are appended to their sequences.
+    pub(super) fn batch(&mut self, fed: &[Fed<'_>]) -> Result<Batch> {
+        let mut batch = Batch::new(&mut self.manager, fed)?;
+        if let (Some(_), Some(tokens)) = (&self.graphs, batch.decoded_tokens()) {
+            batch.widen(tokens);
+        }
         Ok(batch)
+    }
+
+    /// One step: the streams of its tokens after the last layer, and what is wanted of them.
+    pub(super) fn step(&mut self, batch: &Batch, wanted: &Wanted) -> Result<()> {
+        let (shared, layers) = (&self.weights.shared, &self.weights.layers);
+        let is_tapped = self.parts.tap.is_some();
+        let mut step: Step<'_, 'd> = self.parts.step(batch);
+        step.upload(wanted)?;
+        let mut launch = |step: &mut Step<'_, 'd>| {
+            step.main_layers(&shared["embed"], layers)?;
+            step.head(wanted, shared, &shared["head"])
+        };
+        match &mut self.graphs {
+            Some(graphs) if !is_tapped && batch.decoded_tokens().is_some() => {
+                let shape = (batch.extents(), wanted.rows.len(), !wanted.requests.is_empty());
+                graphs.run(&mut step, shape, &mut launch)?;
+            }
+            _ => launch(&mut step)?,
+        }
+        Ok(())
     }
 
     /// What remains of a step when its head has run, for the tokens that were kept: the window of

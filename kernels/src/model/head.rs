@@ -3,46 +3,57 @@
 use dsv4_runtime::{DType, TensorView, Views};
 
 use crate::head::{lm_head, sampler};
-use crate::model::batch::Batch;
+use crate::model::buffers::bytes_of;
 use crate::model::engine::{Model, Result, Sampling};
 use crate::model::step::Step;
 use crate::streams::mhc_head;
 
-impl Model<'_> {
-    /// The logits of some of a step's tokens, `[num_rows, vocab_size]` f32.
-    pub(super) fn head(&mut self, batch: &Batch, rows: &[i32]) -> Result<TensorView> {
-        let shared = &self.weights.shared;
-        Ok(self.parts.step(batch).logits(rows, shared, &shared["head"])?)
+/// What a step computes after its layers: the logits of these of its tokens and, with requests, a
+/// sample of each, by the sampling and the position of the sampled token.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Wanted {
+    pub rows: Vec<i32>,
+    pub requests: Vec<(Sampling, u64)>,
+}
+
+impl Wanted {
+    /// The logits of that many tokens.
+    pub fn logits(tokens: usize) -> Self {
+        Self { rows: (0..tokens as i32).collect(), requests: Vec::new() }
     }
 
-    /// A token for each row of logits, by the sampling of its request and the position of the
-    /// token.
-    pub(super) fn draw(
-        &mut self,
-        logits: &TensorView,
-        requests: &[(Sampling, u64)],
-    ) -> Result<Vec<u32>> {
-        let rows = [requests.len()];
+    /// The lists that the launches read.
+    pub fn lists(&self) -> Vec<(&'static str, Vec<u8>)> {
         let words = |of: &dyn Fn(&(Sampling, u64)) -> u64| -> Vec<u8> {
-            requests.iter().flat_map(|request| of(request).to_ne_bytes()).collect()
+            self.requests.iter().flat_map(|request| of(request).to_ne_bytes()).collect()
         };
         let floats = |of: &dyn Fn(&Sampling) -> f32| -> Vec<u8> {
-            requests.iter().flat_map(|(sampling, _)| of(sampling).to_ne_bytes()).collect()
+            self.requests.iter().flat_map(|(sampling, _)| of(sampling).to_ne_bytes()).collect()
         };
-        let lists = [
-            ("temperature", DType::F32, floats(&|sampling| sampling.temperature)),
-            ("top_p", DType::F32, floats(&|sampling| sampling.top_p)),
-            ("seed", DType::I64, words(&|(sampling, _)| sampling.seed)),
-            ("step", DType::I64, words(&|&(_, position)| position)),
-        ];
-        let mut views = Views::from([("logits", logits)]);
-        for (name, dtype, bytes) in lists {
-            views.put(name, self.parts.buffers.upload_bytes(name, dtype, &rows, &bytes)?);
-        }
-        let tokens = self.parts.buffers.view("tokens", DType::I32, &rows)?;
-        let views = views.with("tokens", &tokens);
-        let nothing = Batch::default();
-        self.parts.step(&nothing).launch("sampler", "tokens", &views, sampler::forward)?;
+        vec![
+            ("sampled_rows", bytes_of(&self.rows)),
+            ("temperature", floats(&|sampling| sampling.temperature)),
+            ("top_p", floats(&|sampling| sampling.top_p)),
+            ("seed", words(&|(sampling, _)| sampling.seed)),
+            ("step", words(&|&(_, position)| position)),
+        ]
+    }
+}
+
+impl Model<'_> {
+    /// The logits that a step has computed, a row for each of `wanted`.
+    pub(super) fn read_logits(&mut self, wanted: &Wanted) -> Result<Vec<Vec<f32>>> {
+        let shape = [wanted.rows.len(), self.config().vocab_size];
+        let logits = self.parts.buffers.view("logits", DType::F32, &shape)?;
+        let bytes = self.download(&logits)?;
+        let numbers: Vec<f32> =
+            bytes.as_chunks::<4>().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)).collect();
+        Ok(numbers.chunks(shape[1].max(1)).map(<[f32]>::to_vec).collect())
+    }
+
+    /// The tokens that a step has sampled.
+    pub(super) fn read_tokens(&mut self, wanted: &Wanted) -> Result<Vec<u32>> {
+        let tokens = self.parts.buffers.view("tokens", DType::I32, &[wanted.requests.len()])?;
         let bytes = self.download(&tokens)?;
         let ids = bytes.as_chunks::<4>().0.iter().map(|&bytes| i32::from_ne_bytes(bytes));
         // A row of NaN has no token; the text ends there.
@@ -57,32 +68,40 @@ impl Model<'_> {
         backend.download(view.address, &mut bytes)?;
         Ok(bytes)
     }
-
-    /// The rows of an fp32 matrix.
-    pub(super) fn floats(&self, view: &TensorView) -> Result<Vec<Vec<f32>>> {
-        let bytes = self.download(view)?;
-        let numbers: Vec<f32> =
-            bytes.as_chunks::<4>().0.iter().map(|&bytes| f32::from_ne_bytes(bytes)).collect();
-        Ok(numbers.chunks(view.shape[1].max(1)).map(<[f32]>::to_vec).collect())
-    }
 }
 
 impl Step<'_, '_> {
-    /// The logits of some tokens, by the head mix and the norm of `w` and the matrix `head`.
-    pub fn logits(
+    /// What is wanted of a step, by the head mix and the norm of `w` and the matrix `head`.
+    pub fn head(
         &mut self,
-        rows: &[i32],
+        wanted: &Wanted,
         w: &Views,
         head: &TensorView,
-    ) -> dsv4_runtime::Result<TensorView> {
+    ) -> dsv4_runtime::Result<()> {
+        let count = wanted.rows.len();
+        if count == 0 {
+            return Ok(());
+        }
         let hidden = self.final_hidden(w)?;
-        let rows = self.buffers.upload("sampled_rows", &[rows.len()], rows)?;
-        let shape = [rows.shape[0], head.shape[0]];
-        let logits = self.buffers.view("logits", DType::F32, &shape)?;
+        let rows = self.list("sampled_rows", &[count])?;
+        let logits = self.buffers.view("logits", DType::F32, &[count, head.shape[0]])?;
         let views = Views::from([("hidden", &hidden), ("weight", head)]);
         let views = views.with("rows", &rows).with("logits", &logits);
         self.launch("lm_head", "logits", &views, lm_head::forward)?;
-        Ok(logits)
+        if wanted.requests.is_empty() {
+            return Ok(());
+        }
+        let mut views = Views::from([("logits", &logits)]);
+        for (name, dtype) in [
+            ("temperature", DType::F32),
+            ("top_p", DType::F32),
+            ("seed", DType::I64),
+            ("step", DType::I64),
+            ("tokens", DType::I32),
+        ] {
+            views.put(name, self.buffers.view(name, dtype, &[count])?);
+        }
+        self.launch("sampler", "tokens", &views, sampler::forward)
     }
 
     /// The normed hidden state of each token, from the streams after the last layer.

@@ -10,6 +10,7 @@ pub mod config;
 mod drafts;
 pub mod engine;
 mod experts;
+mod graphs;
 mod head;
 pub mod memory;
 mod step;

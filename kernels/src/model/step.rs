@@ -6,9 +6,10 @@ use crate::cache::cache_layout::LayerKind;
 use crate::formats::quantize_fp8::{self, Group, ScaleType};
 use crate::implementation::Implementation;
 use crate::model::batch::Batch;
-use crate::model::buffers::Buffers;
+use crate::model::buffers::{Buffers, bytes_of};
 use crate::model::caches::Caches;
 use crate::model::config::Config;
+use crate::model::head::Wanted;
 use crate::model::tables::Tables;
 use crate::model::tap::{Site, Tap};
 use crate::projections::linear::{self, BLOCK, Products, Quantized, ScaleLayout, Weights};
@@ -147,33 +148,29 @@ impl Step<'_, '_> {
         self.buffers.view("streams", DType::Bf16, &shape)
     }
 
-    /// Uploads the lists that all layers read.
-    pub fn upload(&mut self) -> Result<()> {
-        let (batch, tokens, ends) = (self.batch, self.num_tokens(), self.batch.cu_seqlens.len());
-        let sequences = batch.num_sequences();
-        let lists: [(&'static str, &[usize], &[i32]); 11] = [
-            ("token_ids", &[tokens], &batch.token_ids),
-            ("positions", &[tokens], &batch.positions),
-            ("cu_seqlens", &[ends], &batch.cu_seqlens),
-            ("first_positions", &[sequences], &batch.first_positions),
-            ("states", &[sequences], &batch.states),
-            ("window_slots", &[tokens], &batch.window),
-            ("csa_entries", &[ends], &batch.csa.cu_entries),
-            ("csa_slots", &[batch.csa.slots.len()], &batch.csa.slots),
-            ("hca_entries", &[ends], &batch.hca.cu_entries),
-            ("hca_slots", &[batch.hca.slots.len()], &batch.hca.slots),
-            ("csa_lengths", &[tokens], &batch.csa_lengths),
+    /// Uploads the lists of all launches.
+    pub fn upload(&mut self, wanted: &Wanted) -> Result<()> {
+        let batch = self.batch;
+        let lists: [(&'static str, &[i32]); 14] = [
+            ("token_ids", &batch.token_ids),
+            ("positions", &batch.positions),
+            ("cu_seqlens", &batch.cu_seqlens),
+            ("first_positions", &batch.first_positions),
+            ("states", &batch.states),
+            ("window_slots", &batch.window),
+            ("csa_entries", &batch.csa.cu_entries),
+            ("csa_slots", &batch.csa.slots),
+            ("hca_entries", &batch.hca.cu_entries),
+            ("hca_slots", &batch.hca.slots),
+            ("csa_lengths", &batch.csa_lengths),
+            ("window_indices", &batch.window_indices),
+            ("block_table", &batch.block_table),
+            ("hca_indices", &batch.hca_indices),
         ];
-        for (name, shape, numbers) in lists {
-            self.buffers.upload(name, shape, numbers)?;
-        }
-        let window = batch.window_indices.len() / tokens.max(1);
-        self.buffers.upload("window_indices", &[tokens, 1, window], &batch.window_indices)?;
-        let table = [tokens, batch.table_pages];
-        self.buffers.upload("block_table", &table, &batch.block_table)?;
-        let hca = [tokens, 1, batch.hca_width];
-        self.buffers.upload("hca_indices", &hca, &batch.hca_indices)?;
-        Ok(())
+        let mut lists: Vec<(&'static str, Vec<u8>)> =
+            lists.into_iter().map(|(name, numbers)| (name, bytes_of(numbers))).collect();
+        lists.extend(wanted.lists());
+        self.buffers.upload(&lists)
     }
 
     /// A list that [`Self::upload`] has uploaded.

@@ -9,6 +9,8 @@
 //! - wo_a is decoded to bf16 (inference 16, O8);
 //! - the table of a hashed router becomes 32-bit.
 
+use std::collections::BTreeMap;
+
 use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use crate::cache::cache_layout::LayerKind;
@@ -69,6 +71,26 @@ impl<'d> Weights<'d> {
             progress(&id.to_string(), checkpoint.layer_bytes(id));
         }
         Ok(Self { memory: loader.memory, shared, layers, mtp })
+    }
+
+    /// The first tensor that the others lack or have in another form, or have alone.
+    pub(super) fn difference(&self, others: &Self) -> Option<String> {
+        let forms = |weights: &Self| -> BTreeMap<String, (DType, Vec<usize>)> {
+            let main = weights.layers.iter().enumerate();
+            let main = main.map(|(layer, views)| (format!("layer {layer}: "), views));
+            let parts = [(String::new(), &weights.shared)].into_iter().chain(main);
+            let parts = parts.chain(weights.mtp.iter().map(|views| ("mtp: ".to_owned(), views)));
+            let named = |(part, views): (String, &Views)| {
+                let form = |(name, view): (&str, &TensorView)| {
+                    (format!("{part}{name}"), (view.dtype, view.shape.clone()))
+                };
+                views.iter().map(|(name, view)| form((name, view))).collect::<Vec<_>>()
+            };
+            parts.flat_map(named).collect()
+        };
+        let (own, others) = (forms(self), forms(others));
+        let names = own.keys().chain(others.keys());
+        names.into_iter().find(|name| own.get(*name) != others.get(*name)).cloned()
     }
 
     /// Bytes on the device.

@@ -20,6 +20,7 @@
 //!   order.
 //! - [`memory`]: buffers between guard pages; [`fault`]: signals and bad accesses.
 //! - `source_lines`: source lines of a module's code, for the report of a race.
+//! - `tape`: work that is recorded before it runs.
 //! - `worker`: kernels run in a separate process ([`super::worker`]). A device starts it, sends
 //!   requests (`message`) and replaces it when a kernel ends it. `serve` is the worker's side,
 //!   `host` its state, `progress` its current position.
@@ -54,6 +55,7 @@ pub mod schedule;
 pub(super) mod serve;
 mod shared;
 mod source_lines;
+mod tape;
 mod watchdog;
 mod wgmma;
 mod work;
@@ -67,9 +69,10 @@ use std::time::{Duration, Instant};
 use self::compiler::Compiler;
 pub use self::compiler::usual_compiler;
 use self::shared::SHARED_BYTES_PER_BLOCK;
+use self::tape::{TapedModule, Tapes, Work};
 use self::worker::{Limits, Worker, WorkerModule};
 use super::backend::{
-    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Reservation,
+    Allocation, Backend, BackendKind, Environment, LoadedModule, Placement, Recorder, Reservation,
 };
 use super::cache::ModuleCache;
 use super::error::Result;
@@ -119,6 +122,7 @@ pub struct EmulatorBackend {
     environment: Environment,
     compiler: Compiler,
     worker: Arc<Worker>,
+    tapes: Arc<Tapes>,
 }
 
 impl EmulatorBackend {
@@ -146,7 +150,7 @@ impl EmulatorBackend {
         let limits = Limits { time: options.time_limit, memory: options.memory };
         let worker = Worker::new(limits, options.coverage)?;
         worker.set_schedule_seed(options.schedule_seed);
-        Ok(Self { environment, compiler, worker })
+        Ok(Self { environment, compiler, worker, tapes: Arc::default() })
     }
 }
 
@@ -177,7 +181,8 @@ impl Backend for EmulatorBackend {
         defines: &[(String, String)],
     ) -> Result<Box<dyn LoadedModule>> {
         let path = self.compiler.build(tree, file, defines)?;
-        Ok(Box::new(WorkerModule::load(&self.worker, &path, file)?))
+        let module = Arc::new(WorkerModule::load(&self.worker, &path, file)?);
+        Ok(Box::new(TapedModule { module, tapes: self.tapes.clone() }))
     }
 
     fn assembly(
@@ -216,16 +221,21 @@ impl Backend for EmulatorBackend {
     // SAFETY of the four below: addresses come from `allocate`, whose memory the caller keeps
     // alive, and launches are over when they return, so no kernel runs meanwhile.
     fn fill(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        if self.tapes.keep(|| Work::Fill { address, byte, bytes }) {
+            return Ok(());
+        }
         unsafe { std::ptr::write_bytes(address as *mut u8, byte, bytes) };
         Ok(())
     }
 
     fn upload(&self, address: u64, source: &[u8]) -> Result<()> {
+        self.tapes.refuse("an upload")?;
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), address as *mut u8, source.len()) };
         Ok(())
     }
 
     fn download(&self, address: u64, target: &mut [u8]) -> Result<()> {
+        self.tapes.refuse("a download")?;
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, target.as_mut_ptr(), target.len())
         };
@@ -233,12 +243,15 @@ impl Backend for EmulatorBackend {
     }
 
     fn copy(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        if self.tapes.keep(|| Work::Copy { target, source, bytes }) {
+            return Ok(());
+        }
         unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes) };
         Ok(())
     }
 
     fn synchronize(&self) -> Result<()> {
-        Ok(())
+        self.tapes.refuse("waiting for the device")
     }
 
     fn set_schedule_seed(&self, seed: Option<u64>) {
@@ -259,6 +272,10 @@ impl Backend for EmulatorBackend {
         Ok(start.elapsed())
     }
 
+    fn recorder(&self) -> Option<&dyn Recorder> {
+        Some(self)
+    }
+
     fn matrix_library(&self) -> Option<&dyn MatrixLibrary> {
         Some(self)
     }
@@ -267,6 +284,9 @@ impl Backend for EmulatorBackend {
 /// A GEMM on the host in place of a library's.
 impl MatrixLibrary for EmulatorBackend {
     fn multiply(&self, product: &MatrixProduct) -> Result<bool> {
+        if self.tapes.keep(|| Work::Multiply(*product)) {
+            return Ok(true);
+        }
         gemm::multiply(self, product).map(|()| true)
     }
 }
