@@ -75,7 +75,7 @@ enum Experts {
 
 /// The kind of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
+pub(super) enum Kind {
     /// A sliding window
     Window,
     /// A window, and entries of 4 tokens chosen by an indexer
@@ -180,7 +180,7 @@ fn summarize(folder: &Path) -> Result<()> {
             LayerKind::Hca => "hca",
         };
         let router = if layer.is_hashed(config) { "hashed" } else { "learned" };
-        let bytes = HumanBytes(checkpoint.layer_bytes(layer) as u64);
+        let bytes = HumanBytes(layer.bytes(config) as u64);
         detailln!("{layer}: {kind}, {router} router, {bytes}");
     }
     let count = tensors::all(config).len();

@@ -95,7 +95,7 @@ pub fn execute(arguments: &GenerateArguments) -> Result<Exit> {
         .then(|| reference::oracle(&device, config, &weights, tokens))
         .transpose()?;
     let mut model = Model::new(&device, config, weights, limits, usual_kernels(&device))?;
-    model.record_steps();
+    model.record_steps(1 + drafts);
     let start = Instant::now();
     let sampling = Sampling { temperature, top_p, seed };
     let prompt = &arguments.prompt_tokens;

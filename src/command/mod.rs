@@ -20,6 +20,7 @@ mod gallery;
 mod generate;
 mod golden;
 mod history;
+mod latency;
 mod man;
 mod merge;
 mod modules;
@@ -307,6 +308,8 @@ pub enum Command {
     /// Each kernel of the list has a worker, and is judged as `parity external` does. What is not
     /// installed is skipped and said.
     Gallery(Box<gallery::GalleryArguments>),
+    /// Time steps of a whole model, next to their launches alone
+    Latency(Box<latency::LatencyArguments>),
     /// Time the attention of several ranks, next to its kernels and its collectives alone
     Ranks(Box<ranks::RanksArguments>),
     /// List operators, or describe some
@@ -361,7 +364,8 @@ impl Command {
             | Self::Ops(_)
             | Self::Checkpoint(_)
             | Self::Blame(_)
-            | Self::Generate(_) => {
+            | Self::Generate(_)
+            | Self::Latency(_) => {
                 return None;
             }
             Self::Doctor(_) | Self::Compile(_) | Self::Completions(_) | Self::Man(_) => {
@@ -387,6 +391,7 @@ pub fn execute(command: Command) -> Result<Exit> {
         Command::Golden(arguments) => golden::execute(&arguments),
         Command::Mutants(arguments) => mutants::execute(&arguments),
         Command::Power(arguments) => power::execute(&arguments),
+        Command::Latency(arguments) => latency::execute(&arguments),
         Command::Ranks(arguments) => ranks::execute(&arguments),
         Command::Report(arguments) => report::execute(&arguments),
         Command::Replay(arguments) => replay::execute(&arguments),

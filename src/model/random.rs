@@ -126,10 +126,10 @@ pub enum RandomError {
 }
 
 /// A tensor of a shard.
-struct Stored {
+pub(super) struct Stored {
     dtype: Dtype,
     shape: Vec<usize>,
-    bytes: Vec<u8>,
+    pub(super) bytes: Vec<u8>,
 }
 
 impl View for &Stored {
@@ -197,30 +197,11 @@ fn write_shard(
     seed: u64,
     progress: &(dyn Fn(&str, usize) + Sync),
 ) -> Result<(), RandomError> {
-    // The scales of quantized weights follow the codes, in the list as in what is made.
-    let of = |(at, spec): (usize, &TensorSpec)| -> Result<Vec<(String, Stored)>, RandomError> {
-        let made = match spec.format {
-            Format::E8m0 | Format::Nvfp4Scales => return Ok(Vec::new()),
-            Format::F32 if spec.is_global_scale() => return Ok(Vec::new()),
-            Format::Nvfp4Pairs => {
-                let made = nvfp4(spec, seed).map_err(failed(spec))?;
-                let parts = specs[at..].iter().zip(made);
-                parts.map(|(spec, bytes)| (spec.name.clone(), stored(spec, bytes))).collect()
-            }
-            Format::E4m3 | Format::E2m1Pairs => {
-                let [codes, scales] = quantized(spec, seed).map_err(failed(spec))?;
-                let scale = &specs[at + 1];
-                vec![
-                    (spec.name.clone(), stored(spec, codes)),
-                    (scale.name.clone(), stored(scale, scales)),
-                ]
-            }
-            Format::I64 => vec![(spec.name.clone(), stored(spec, table(config, spec, seed)))],
-            Format::Bf16 | Format::F32 => {
-                vec![(spec.name.clone(), stored(spec, numbers(spec, seed)))]
-            }
-        };
-        progress(&spec.name, made.iter().map(|(_, stored)| stored.bytes.len()).sum());
+    let of = |(at, _): (usize, &TensorSpec)| -> Result<Vec<(String, Stored)>, RandomError> {
+        let made = made(config, &specs[at..], seed)?;
+        if let Some((name, _)) = made.first() {
+            progress(name, made.iter().map(|(_, stored)| stored.bytes.len()).sum());
+        }
         Ok(made)
     };
     let tensors: Vec<Vec<(String, Stored)>> =
@@ -229,6 +210,32 @@ fn write_shard(
     serialize_to_file(all, None, path).map_err(|error| {
         let (path, reason) = (path.to_owned(), error.to_string());
         RandomError::Shard { path, reason }
+    })
+}
+
+/// The first of some tensors, and those that are made with it: the scales of quantized weights follow
+/// the codes, in the list as in what is made. Nothing for a tensor that is made with an earlier one.
+pub(super) fn made(
+    config: &Config,
+    specs: &[TensorSpec],
+    seed: u64,
+) -> Result<Vec<(String, Stored)>, RandomError> {
+    let Some(spec) = specs.first() else { return Ok(Vec::new()) };
+    let with_scales = |made: &mut dyn Iterator<Item = Vec<u8>>| {
+        let of = |(spec, bytes): (&TensorSpec, Vec<u8>)| (spec.name.clone(), stored(spec, bytes));
+        specs.iter().zip(made).map(of).collect()
+    };
+    Ok(match spec.format {
+        Format::E8m0 | Format::Nvfp4Scales => Vec::new(),
+        Format::F32 if spec.is_global_scale() => Vec::new(),
+        Format::Nvfp4Pairs => {
+            with_scales(&mut nvfp4(spec, seed).map_err(failed(spec))?.into_iter())
+        }
+        Format::E4m3 | Format::E2m1Pairs => {
+            with_scales(&mut quantized(spec, seed).map_err(failed(spec))?.into_iter())
+        }
+        Format::I64 => vec![(spec.name.clone(), stored(spec, table(config, spec, seed)))],
+        Format::Bf16 | Format::F32 => vec![(spec.name.clone(), stored(spec, numbers(spec, seed)))],
     })
 }
 

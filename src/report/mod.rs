@@ -54,6 +54,7 @@ pub mod gallery;
 pub mod generated;
 pub mod history;
 mod html;
+pub mod latency;
 pub(crate) mod markdown;
 mod mutants;
 pub(crate) mod numbers;

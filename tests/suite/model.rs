@@ -278,7 +278,7 @@ fn recorded_steps_have_the_bits_of_launched_ones() {
     let limits = Limits { step_tokens: 120, ..LIMITS };
     let (launched, caches) = decoded(&mut model(&layers, limits));
     let mut recording = model(&layers, limits);
-    recording.record_steps();
+    recording.record_steps(2);
     let (recorded, recorded_caches) = decoded(&mut recording);
     // One page and two, of two sequences; one sequence with one token, and with two.
     assert_eq!(recording.num_recorded(), usize::from(device().backend().recorder().is_some()) * 2);
@@ -287,6 +287,29 @@ fn recorded_steps_have_the_bits_of_launched_ones() {
     // Once more, with everything recorded and in buffers that have grown.
     let (again, _) = decoded(&mut recording);
     assert_eq!(first_difference(&launched, &again), None);
+}
+
+/// The start of a measurement: rows of every layer kind that no prompt wrote.
+#[test]
+fn a_pretended_context_has_rows_for_every_layer() {
+    let mut model = model(&[Window, Csa, Hca], LIMITS);
+    let mut drawn = (1..).map(|at: u32| (f64::from(at) * 0.7).sin());
+    let mut values = |count: usize| -> Vec<u8> {
+        let bytes = drawn.by_ref().take(count).map(|x| half::bf16::from_f64(x).to_ne_bytes());
+        bytes.flatten().collect()
+    };
+    let empty = model.cache_contents().expect("caches");
+    model.fill_caches(&mut values).expect("rows");
+    let filled = model.cache_contents().expect("caches");
+    assert!(empty.iter().flatten().all(|&byte| byte == 0));
+    assert!(filled.iter().all(|bytes| bytes.iter().filter(|&&byte| byte != 0).count() > 1000));
+    let sequence = model.pretend(140).expect("a sequence");
+    assert_eq!(model.num_tokens(sequence).expect("tokens"), 140);
+    let long = logits_in(&mut model, sequence, &[5], &[1]);
+    let short = logits(&mut model, &[5], &[1]);
+    assert!(first_difference(&long, &short).is_some());
+    let refused = model.pretend(5000).expect_err("no such position").to_string();
+    assert_eq!(refused, "a sequence of 5000 tokens: the model has 4096 positions");
 }
 
 #[test]
@@ -313,7 +336,7 @@ fn other_weights_are_seen_by_recorded_steps_and_by_prefixes() {
         let device = invariant_device();
         let made = Model::new(device, &config, weights(seed), limits, Implementation::Portable);
         let mut model = made.expect("a model");
-        model.record_steps();
+        model.record_steps(2);
         model
     };
     let [(_, first), (_, second)] = [1, 2].map(|seed| decode(&mut made(seed)));

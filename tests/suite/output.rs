@@ -154,7 +154,8 @@ impl Scene {
         ];
         let generate = ["generate", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
         let blame = ["blame", "--model", "tiny", "--prompt-tokens", "1", "--max-tokens", "1"];
-        let rest: [(&str, Vec<&str>); 23] = [
+        let latency = ["latency", "--config", "tiny/config.json", "--batch", "1", "--context", "4"];
+        let rest: [(&str, Vec<&str>); 24] = [
             ("checkpoint", vec!["checkpoint", "--check", "tiny"]),
             ("generate", [&generate[..], &["--backend", &backend]].concat()),
             ("blame", [&blame[..], &["--backend", &backend]].concat()),
@@ -211,6 +212,11 @@ impl Scene {
                     "1",
                 ]
                 .to_vec(),
+            ),
+            (
+                "latency",
+                [&latency[..], &["--prompts", "0", "--samples", "1", "--backend", &backend]]
+                    .concat(),
             ),
             ("doctor", vec!["doctor"]),
             ("compile", vec!["compile", "--arch", "sm_80"]),

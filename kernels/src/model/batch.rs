@@ -30,9 +30,6 @@ pub(super) struct ModuleRows<'a> {
     pub next: &'a [u32],
 }
 
-/// The most tokens that each sequence of a decode step has: one, and drafts.
-const DECODED_TOKENS: usize = 4;
-
 /// The extents of a step's lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Extents {
@@ -118,17 +115,17 @@ impl Batch {
         Ok(batch)
     }
 
-    /// How many tokens each sequence has, if all have as many and these are few: a decode step.
-    pub fn decoded_tokens(&self) -> Option<usize> {
+    /// How many tokens each sequence has, if all have as many.
+    pub fn uniform_tokens(&self) -> Option<usize> {
         let count = self.num_tokens().checked_div(self.num_sequences())?;
         let is_uniform = self.cu_seqlens.windows(2).all(|ends| ends[1] - ends[0] == count as i32);
-        (is_uniform && count <= DECODED_TOKENS).then_some(count)
+        is_uniform.then_some(count)
     }
 
-    /// Widens lists whose lengths follow from positions, so that many decode steps have the same:
-    /// tables to powers of two, new entries to the most that this many tokens of each sequence
-    /// complete. What is added is skipped by every kernel.
-    pub fn widen(&mut self, decoded_tokens: usize) {
+    /// Widens lists whose lengths follow from positions, so that many steps have the same: tables to
+    /// powers of two, new entries to the most that this many tokens of each sequence complete. What
+    /// is added is skipped by every kernel.
+    pub fn widen(&mut self, uniform_tokens: usize) {
         for (list, width) in [
             (&mut self.block_table, &mut self.table_pages),
             (&mut self.hca_indices, &mut self.hca_width),
@@ -142,7 +139,7 @@ impl Batch {
         }
         let sequences = self.num_sequences();
         for (entries, kind) in [(&mut self.csa, LayerKind::Csa), (&mut self.hca, LayerKind::Hca)] {
-            let most = decoded_tokens.div_ceil(kind.ratio().unwrap_or(1));
+            let most = uniform_tokens.div_ceil(kind.ratio().unwrap_or(1));
             entries.slots.resize(sequences * most, -1);
         }
     }

@@ -210,11 +210,27 @@ impl<'d> Model<'d> {
         self.parts.tap = tap;
     }
 
-    /// Records decode steps from now on, and replays them: steps in which each sequence has the
-    /// same number of tokens, at most 4. Nothing changes where the device records nothing. A tap
-    /// sees each launch, so with one nothing is replayed.
-    pub fn record_steps(&mut self) {
-        self.graphs = self.parts.device.backend().recorder().map(Graphs::new);
+    /// Records steps from now on, and replays them: those in which each sequence has the same number
+    /// of tokens, at most `most_tokens`, such as one and its drafts. Nothing changes where the
+    /// device records nothing. A tap sees each launch, so with one nothing is replayed.
+    pub fn record_steps(&mut self, most_tokens: usize) {
+        let recorder = self.parts.device.backend().recorder();
+        self.graphs = recorder.map(|recorder| Graphs::new(recorder, most_tokens));
+    }
+
+    /// Enqueues the last step once more if it was a replay, with the same lists; returns whether it
+    /// was. Its rows, entries and tokens are written again, with the values that they have: for
+    /// measurements.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn repeat_step(&self) -> Result<bool> {
+        Ok(self.graphs.as_ref().map_or(Ok(false), Graphs::repeat)?)
+    }
+
+    /// The weights, for another model on the same device.
+    pub fn into_weights(self) -> Weights<'d> {
+        self.weights
     }
 
     /// How many steps have been recorded: one for each number of sequences, of tokens, and power of
@@ -346,7 +362,7 @@ impl<'d> Model<'d> {
     /// Everything that a call may refuse, for the whole of all chunks.
     pub(super) fn check(&self, chunks: &[Chunk<'_>]) -> Result<()> {
         let vocab_size = self.config().vocab_size;
-        let (mut needed, most) = (0, self.config().max_positions);
+        let mut needed = 0;
         for (at, Chunk { sequence, tokens }) in chunks.iter().enumerate() {
             let length = self.manager.num_tokens(*sequence)?;
             if tokens.is_empty() {
@@ -359,9 +375,7 @@ impl<'d> Model<'d> {
                 return Err(ModelError::UnknownToken { token, vocab_size });
             }
             let tokens = length + tokens.len();
-            if tokens > most {
-                return Err(ModelError::TooLong { tokens, most });
-            }
+            self.check_length(tokens)?;
             let held = self.manager.block_table(*sequence)?.len();
             needed += tokens.div_ceil(TOKENS_PER_PAGE).saturating_sub(held);
         }
@@ -370,6 +384,12 @@ impl<'d> Model<'d> {
             return Err(CacheError::OutOfPages { needed, available }.into());
         }
         Ok(())
+    }
+
+    /// Rejects more tokens than the model has positions.
+    pub(super) fn check_length(&self, tokens: usize) -> Result<()> {
+        let most = self.config().max_positions;
+        if tokens > most { Err(ModelError::TooLong { tokens, most }) } else { Ok(()) }
     }
 
     /// Chunks as steps. Where states are saved, no step crosses the end of a page.
@@ -401,7 +421,7 @@ impl<'d> Model<'d> {
     /// The lists of a step, whose tokens are appended to their sequences.
     pub(super) fn batch(&mut self, fed: &[Fed<'_>]) -> Result<Batch> {
         let mut batch = Batch::new(&mut self.manager, fed)?;
-        if let (Some(_), Some(tokens)) = (&self.graphs, batch.decoded_tokens()) {
+        if let Some(tokens) = self.graphs.as_ref().and_then(|graphs| graphs.takes(&batch)) {
             batch.widen(tokens);
         }
         Ok(batch)
@@ -417,12 +437,15 @@ impl<'d> Model<'d> {
             step.main_layers(&shared["embed"], layers)?;
             step.head(wanted, shared, &shared["head"])
         };
+        let shape = (batch.extents(), wanted.rows.len(), !wanted.requests.is_empty());
         match &mut self.graphs {
-            Some(graphs) if !is_tapped && batch.decoded_tokens().is_some() => {
-                let shape = (batch.extents(), wanted.rows.len(), !wanted.requests.is_empty());
+            Some(graphs) if !is_tapped && graphs.takes(batch).is_some() => {
                 graphs.run(&mut step, shape, &mut launch)?;
             }
-            _ => launch(&mut step)?,
+            graphs => {
+                graphs.iter_mut().for_each(Graphs::launched);
+                launch(&mut step)?;
+            }
         }
         Ok(())
     }

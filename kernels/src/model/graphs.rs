@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use dsv4_runtime::Result;
 use dsv4_runtime::backend::{Recorded, Recorder};
 
-use crate::model::batch::Extents;
+use crate::model::batch::{Batch, Extents};
 use crate::model::step::Step;
 
 /// What a recording is for: a step, and the rows of its head, with or without samples.
@@ -21,12 +21,21 @@ type Known<'d> = Option<(u64, Box<dyn Recorded + 'd>)>;
 /// The recordings of a model.
 pub(super) struct Graphs<'d> {
     recorder: &'d dyn Recorder,
+    most_tokens: usize,
     known: BTreeMap<Shape, Known<'d>>,
+    /// The last step, if it was a replay.
+    last: Option<Shape>,
 }
 
 impl<'d> Graphs<'d> {
-    pub fn new(recorder: &'d dyn Recorder) -> Self {
-        Self { recorder, known: BTreeMap::new() }
+    /// Of steps with at most that many tokens of each sequence.
+    pub fn new(recorder: &'d dyn Recorder, most_tokens: usize) -> Self {
+        Self { recorder, most_tokens, known: BTreeMap::new(), last: None }
+    }
+
+    /// How many tokens each sequence of a step has, if such a step is recorded.
+    pub fn takes(&self, batch: &Batch) -> Option<usize> {
+        batch.uniform_tokens().filter(|&tokens| tokens <= self.most_tokens)
     }
 
     /// How many shapes have been recorded.
@@ -37,6 +46,18 @@ impl<'d> Graphs<'d> {
     /// Forgets all recordings: addresses that they use are no longer those of the model.
     pub fn clear(&mut self) {
         self.known.clear();
+        self.last = None;
+    }
+
+    /// A step was launched without a recording.
+    pub fn launched(&mut self) {
+        self.last = None;
+    }
+
+    /// Enqueues the last step again if it was a replay; returns whether it was.
+    pub fn repeat(&self) -> Result<bool> {
+        let last = self.last.as_ref().and_then(|shape| self.known.get(shape)?.as_ref());
+        last.map_or(Ok(false), |(_, recorded)| recorded.launch().map(|()| true))
     }
 
     /// Runs the launches of a step, whose lists are uploaded.
@@ -46,6 +67,7 @@ impl<'d> Graphs<'d> {
         shape: Shape,
         launch: &mut dyn FnMut(&mut Step<'s, 'd>) -> Result<()>,
     ) -> Result<()> {
+        self.last = None;
         let Some(known) = self.known.get_mut(&shape) else {
             launch(step)?;
             self.known.insert(shape, None);
@@ -53,10 +75,12 @@ impl<'d> Graphs<'d> {
         };
         let allocated = step.buffers.allocated();
         if let Some((_, recorded)) = known.as_ref().filter(|(at, _)| *at == allocated) {
+            self.last = Some(shape);
             return recorded.launch();
         }
         let recorded = self.recorder.record(&mut || launch(step))?;
         let (_, recorded) = known.insert((allocated, recorded));
+        self.last = Some(shape);
         recorded.launch()
     }
 }

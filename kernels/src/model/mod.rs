@@ -7,6 +7,7 @@ mod buffers;
 mod caches;
 pub mod checkpoint;
 pub mod config;
+mod context;
 mod drafts;
 pub mod engine;
 mod experts;

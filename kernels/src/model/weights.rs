@@ -15,8 +15,8 @@ use dsv4_runtime::{DType, Device, Result, TensorView, Views};
 
 use crate::cache::cache_layout::LayerKind;
 use crate::formats::quantize_fp8::{self, Group, ScaleLayout, ScaleType};
-use crate::model::checkpoint::tensors::{LayerId, MXFP4_GROUP, NVFP4_GROUP};
-use crate::model::checkpoint::{Checkpoint, integers};
+use crate::model::checkpoint::tensors::{self, LayerId, MXFP4_GROUP, NVFP4_GROUP, TensorSpec};
+use crate::model::checkpoint::{Source, integers, number};
 use crate::model::config::ExpertFormat;
 use crate::model::memory::Memory;
 use crate::projections::linear::BLOCK;
@@ -34,32 +34,30 @@ pub struct Weights<'d> {
     pub mtp: Option<Views>,
 }
 
-/// Uploads tensors of a checkpoint.
+/// Uploads tensors.
 struct Loader<'a, 'd> {
-    checkpoint: &'a Checkpoint,
+    source: &'a dyn Source,
     memory: Memory<'d>,
     views: Views,
 }
 
 impl<'d> Weights<'d> {
-    /// Uploads a checkpoint, layer by layer. `progress` gets each part's name and its bytes in the
+    /// Uploads the tensors of a checkpoint, layer by layer. `progress` gets each part's name and its bytes in the
     /// files when it is on the device.
     ///
     /// # Errors
     /// A device without enough memory, and its other errors.
     pub fn load(
         device: &'d Device,
-        checkpoint: &Checkpoint,
+        source: &dyn Source,
         progress: &mut dyn FnMut(&str, usize),
     ) -> Result<Self> {
-        let config = checkpoint.config();
+        let config = source.config();
         let memory = Memory::new(device);
-        let mut loader = Loader { checkpoint, memory, views: Views::new() };
+        let mut loader = Loader { source, memory, views: Views::new() };
         loader.shared()?;
         let shared = std::mem::take(&mut loader.views);
-        let of_layers: usize =
-            LayerId::all(config).into_iter().map(|id| checkpoint.layer_bytes(id)).sum();
-        progress("shared", checkpoint.total_bytes() - of_layers);
+        progress("shared", tensors::shared(config).iter().map(TensorSpec::bytes).sum());
         let (mut layers, mut mtp) = (Vec::new(), None);
         for id in LayerId::all(config) {
             loader.layer(id)?;
@@ -68,7 +66,7 @@ impl<'d> Weights<'d> {
                 LayerId::Main(_) => layers.push(views),
                 LayerId::Mtp(_) => mtp = Some(views),
             }
-            progress(&id.to_string(), checkpoint.layer_bytes(id));
+            progress(&id.to_string(), id.bytes(config));
         }
         Ok(Self { memory: loader.memory, shared, layers, mtp })
     }
@@ -118,7 +116,9 @@ impl Loader<'_, '_> {
 
     /// The stored bytes of several tensors, one after the other.
     fn joined(&self, names: &[String]) -> Vec<u8> {
-        names.iter().flat_map(|name| self.checkpoint.bytes(name)).copied().collect()
+        let mut all = Vec::new();
+        names.iter().for_each(|name| all.extend_from_slice(&self.source.bytes(name)));
+        all
     }
 
     /// Tensors of one type, as they are stored, one after the other.
@@ -129,16 +129,17 @@ impl Loader<'_, '_> {
         dtype: DType,
         shape: &[usize],
     ) -> Result<()> {
-        let checkpoint = self.checkpoint;
+        let source = self.source;
         match names {
-            [one] => self.upload(name, dtype, shape, checkpoint.bytes(one)),
+            [one] => self.upload(name, dtype, shape, &source.bytes(one)),
             _ => self.upload(name, dtype, shape, &self.joined(names)),
         }
     }
 
     /// A norm's weight.
     fn norm(&mut self, name: &'static str, stored: &str) -> Result<()> {
-        let words = self.checkpoint.bytes(stored).as_chunks::<2>().0.iter();
+        let stored = self.source.bytes(stored);
+        let words = stored.as_chunks::<2>().0.iter();
         // bf16 is the upper half of an fp32 number.
         let wide = words.flat_map(|&[low, high]| [0, 0, low, high]).collect::<Vec<u8>>();
         self.upload(name, DType::F32, &[wide.len() / 4], &wide)
@@ -160,7 +161,7 @@ impl Loader<'_, '_> {
     }
 
     fn shared(&mut self) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let table = [config.vocab_size, config.hidden_size];
         self.stored("embed", &["embed.weight".into()], DType::Bf16, &table)?;
         self.stored("head", &["head.weight".into()], DType::Bf16, &table)?;
@@ -169,7 +170,7 @@ impl Loader<'_, '_> {
     }
 
     fn head_mix(&mut self, prefix: &str) -> Result<()> {
-        let hidden = self.checkpoint.config().hidden_size;
+        let hidden = self.source.config().hidden_size;
         let parts: [(&'static str, &str, &[usize]); 3] = [
             ("head_fn", "hc_head_fn", &[NUM_STREAMS, NUM_STREAMS, hidden]),
             ("head_base", "hc_head_base", &[NUM_STREAMS]),
@@ -182,7 +183,7 @@ impl Loader<'_, '_> {
     }
 
     fn layer(&mut self, id: LayerId) -> Result<()> {
-        let hidden = self.checkpoint.config().hidden_size;
+        let hidden = self.source.config().hidden_size;
         let sites: [(&str, [&'static str; 4]); 2] = [
             ("attn", ["attn_norm", "attn_fn", "attn_base", "attn_scale"]),
             ("ffn", ["ffn_norm", "ffn_fn", "ffn_base", "ffn_scale"]),
@@ -198,8 +199,8 @@ impl Loader<'_, '_> {
                 self.stored(name, &[format!("{id}.hc_{site}_{part}")], DType::F32, shape)?;
             }
         }
-        self.attention(&format!("{id}.attn"), id.kind(self.checkpoint.config()))?;
-        let config = self.checkpoint.config();
+        self.attention(&format!("{id}.attn"), id.kind(self.source.config()))?;
+        let config = self.source.config();
         self.router(&format!("{id}.ffn"), id.is_hashed(config))?;
         match id.expert_format(config) {
             ExpertFormat::Mxfp4 => self.mxfp4_experts(&format!("{id}.ffn"))?,
@@ -213,7 +214,7 @@ impl Loader<'_, '_> {
     }
 
     fn mtp(&mut self, prefix: &str) -> Result<()> {
-        let hidden = self.checkpoint.config().hidden_size;
+        let hidden = self.source.config().hidden_size;
         for norm in ["enorm", "hnorm", "norm"] {
             self.norm(norm, &format!("{prefix}.{norm}.weight"))?;
         }
@@ -224,7 +225,7 @@ impl Loader<'_, '_> {
     }
 
     fn attention(&mut self, prefix: &str, kind: LayerKind) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let (hidden, rank, dim) = (config.hidden_size, config.q_lora_rank, config.head_dim);
         let (heads, latent) = (config.num_heads, config.o_groups * config.o_lora_rank);
         let of = |name: &str| [format!("{prefix}.{name}")];
@@ -265,7 +266,7 @@ impl Loader<'_, '_> {
         prefix: &str,
         [ratio, width]: [usize; 2],
     ) -> Result<()> {
-        let hidden = self.checkpoint.config().hidden_size;
+        let hidden = self.source.config().hidden_size;
         let both = ["wkv", "wgate"].map(|part| format!("{prefix}.{part}.weight"));
         self.stored(weights, &both, DType::Bf16, &[2 * width, hidden])?;
         self.stored(ape, &[format!("{prefix}.ape")], DType::F32, &[ratio, width])?;
@@ -274,7 +275,7 @@ impl Loader<'_, '_> {
 
     /// wo_a as bf16, `[o_groups, o_lora_rank, group_width]`.
     fn decoded(&mut self, name: &'static str, stored: &str) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let (groups, rank) = (config.o_groups, config.o_lora_rank);
         let width = config.num_heads / groups * config.head_dim;
         let [outs, blocks] = [groups * rank, (groups * rank).div_ceil(BLOCK)];
@@ -284,13 +285,13 @@ impl Loader<'_, '_> {
             "wo_a codes",
             DType::U8,
             &[outs, width],
-            self.checkpoint.bytes(&format!("{stored}.weight")),
+            &self.source.bytes(&format!("{stored}.weight")),
         )?;
         let scales = codes.upload(
             "wo_a scales",
             DType::U8,
             &[blocks, width.div_ceil(BLOCK)],
-            self.checkpoint.bytes(&format!("{stored}.scale")),
+            &self.source.bytes(&format!("{stored}.scale")),
         )?;
         let mut view = self.memory.tensor(name, DType::Bf16, &[outs, width])?;
         let views = Views::from([("codes", &coded), ("scales", &scales), ("y", &view)]);
@@ -307,12 +308,13 @@ impl Loader<'_, '_> {
     }
 
     fn router(&mut self, prefix: &str, hashed: bool) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let (experts, hidden) = (config.num_experts, config.hidden_size);
         let gate = [format!("{prefix}.gate.weight")];
         self.stored("gate", &gate, DType::Bf16, &[experts, hidden])?;
         if hashed {
-            let ids = integers(self.checkpoint.bytes(&format!("{prefix}.gate.tid2eid")));
+            let table = self.source.bytes(&format!("{prefix}.gate.tid2eid"));
+            let ids = integers(&table);
             // The loader has checked that they are experts.
             let ids: Vec<u8> = ids.flat_map(|id| (id as i32).to_ne_bytes()).collect();
             self.upload("tid2eid", DType::I32, &[config.vocab_size, config.topk], &ids)
@@ -322,7 +324,7 @@ impl Loader<'_, '_> {
     }
 
     fn mxfp4_experts(&mut self, prefix: &str) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let (experts, hidden, width) =
             (config.num_experts, config.hidden_size, config.expert_width);
         let of = |parts: &[&str], what: &str| -> Vec<String> {
@@ -343,7 +345,7 @@ impl Loader<'_, '_> {
     }
 
     fn nvfp4_experts(&mut self, prefix: &str) -> Result<()> {
-        let (checkpoint, config) = (self.checkpoint, self.checkpoint.config());
+        let (source, config) = (self.source, self.source.config());
         let (experts, hidden, width) =
             (config.num_experts, config.hidden_size, config.expert_width);
         let of = |part: &str, what: &str| -> Vec<String> {
@@ -365,14 +367,14 @@ impl Loader<'_, '_> {
             [("w13_input_scale", &["w1", "w3"]), ("w2_input_scale", &["w2"])];
         for (name, parts) in inputs {
             let scales = parts.iter().flat_map(|part| of(part, "input_scale"));
-            let largest = scales.map(|scale| checkpoint.number(&scale)).fold(0.0, f32::max);
+            let largest = scales.map(|scale| number(&source.bytes(&scale))).fold(0.0, f32::max);
             self.upload(name, DType::F32, &[1], &largest.to_ne_bytes())?;
         }
         Ok(())
     }
 
     fn shared_expert(&mut self, prefix: &str) -> Result<()> {
-        let config = self.checkpoint.config();
+        let config = self.source.config();
         let (hidden, width) = (config.hidden_size, config.expert_width);
         let of = |part: &str| format!("{prefix}.{part}");
         let both = [of("w1"), of("w3")];

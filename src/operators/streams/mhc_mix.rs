@@ -182,7 +182,8 @@ impl Operator for MhcMix {
         let eps = site::eps();
         let near_equal = site::nearness();
         let logits = select(vec![0.5f32, 4.0, 20.0, 80.0]);
-        let data = (implementations(), Data::strategy(-8..=8));
+        let fn_tf32 = prop_oneof![3 => Just(false), 1 => Just(true)];
+        let data = (implementations(), fn_tf32, Data::strategy(-8..=8));
         (extents, iterations, eps, logits, near_equal, data)
             .prop_map(
                 |(
@@ -191,7 +192,7 @@ impl Operator for MhcMix {
                     eps,
                     logits,
                     near_equal,
-                    (implementation, data),
+                    (implementation, fn_tf32, data),
                 )| {
                     let (hidden_size, (norm_eps, hc_eps)) = (fitting(implementation, width), eps);
                     let case = plain(num_tokens, hidden_size);
@@ -201,6 +202,7 @@ impl Operator for MhcMix {
                         hc_eps,
                         logits,
                         near_equal,
+                        fn_tf32,
                         implementation,
                         data,
                         ..case

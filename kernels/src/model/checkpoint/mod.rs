@@ -9,6 +9,7 @@ mod naming;
 mod shards;
 pub mod tensors;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use thiserror::Error;
 use crate::model::config::{Config, ConfigError};
 use shards::Shards;
 pub use shards::{INDEX, SINGLE};
-use tensors::{Format, LayerId, TensorSpec};
+use tensors::{Format, TensorSpec};
 
 /// One thing that is wrong with the files of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -215,6 +216,28 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
+/// Where the tensors of a model come from.
+pub trait Source {
+    /// The configuration whose tensors it has.
+    fn config(&self) -> &Config;
+
+    /// The bytes of a tensor, as a checkpoint stores them.
+    ///
+    /// # Panics
+    /// If no checkpoint of the configuration has such a tensor. That is a mistake of the caller.
+    fn bytes(&self, name: &str) -> Cow<'_, [u8]>;
+}
+
+impl Source for Checkpoint {
+    fn config(&self) -> &Config {
+        self.config()
+    }
+
+    fn bytes(&self, name: &str) -> Cow<'_, [u8]> {
+        Cow::Borrowed(self.bytes(name))
+    }
+}
+
 impl Checkpoint {
     /// Maps a checkpoint and checks it. Nothing is uploaded.
     ///
@@ -251,11 +274,6 @@ impl Checkpoint {
         let found = self.shards.tensors.get(name);
         let found = found.unwrap_or_else(|| panic!("a checkpoint has no tensor `{name}`"));
         &self.shards.files[found.shard][found.bytes[0]..found.bytes[1]]
-    }
-
-    /// Bytes of the tensors of a layer in the files.
-    pub fn layer_bytes(&self, layer: LayerId) -> usize {
-        tensors::of_layer(&self.config, layer).iter().map(TensorSpec::bytes).sum()
     }
 
     /// Bytes of all tensors in the files, copies of shared ones excepted.
@@ -301,16 +319,11 @@ impl Checkpoint {
         } else if right_type && spec.format == Format::I64 && self.is_complete(name) {
             self.check_table(spec, problems);
         } else if right_type && spec.is_global_scale() && self.is_complete(name) {
-            let value = self.number(name);
+            let value = number(self.bytes(name));
             if !(value > 0.0 && value.is_finite()) {
                 problems.push(Problem::NoScale { name: name.clone(), value: value.to_string() });
             }
         }
-    }
-
-    /// The number that an fp32 tensor of one element holds.
-    pub(crate) fn number(&self, name: &str) -> f32 {
-        self.bytes(name).first_chunk().map_or(f32::NAN, |&bytes| f32::from_le_bytes(bytes))
     }
 
     /// Whether the shard has all bytes of a tensor.
@@ -340,6 +353,11 @@ impl Checkpoint {
             problems.push(Problem::CopyDiffers { name: name.to_owned(), of: of.to_owned() });
         }
     }
+}
+
+/// The number that an fp32 tensor of one element holds.
+pub(crate) fn number(bytes: &[u8]) -> f32 {
+    bytes.first_chunk().map_or(f32::NAN, |&bytes| f32::from_le_bytes(bytes))
 }
 
 /// The integers of a tensor of 64-bit integers.

@@ -120,6 +120,11 @@ impl LayerId {
         }
     }
 
+    /// Bytes of its tensors in the files.
+    pub fn bytes(self, config: &Config) -> usize {
+        of_layer(config, self).iter().map(TensorSpec::bytes).sum()
+    }
+
     /// How its experts are stored. An MTP module keeps the released format.
     pub fn expert_format(self, config: &Config) -> ExpertFormat {
         match self {

@@ -184,7 +184,7 @@ fn tensors_of_a_right_checkpoint_are_those_of_its_files_with_and_without_an_inde
         let total: usize = files.tensors.values().map(|(_, stored)| stored.2.len()).sum();
         assert_eq!(checkpoint.total_bytes(), total);
         let layers = LayerId::all(checkpoint.config());
-        let of_layers: usize = layers.iter().map(|&layer| checkpoint.layer_bytes(layer)).sum();
+        let of_layers: usize = layers.iter().map(|&layer| layer.bytes(checkpoint.config())).sum();
         assert!(layers.len() == 5 && of_layers < total);
     }
 }

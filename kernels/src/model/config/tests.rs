@@ -1,43 +1,13 @@
 use serde_json::{Value, json};
 
-use super::{Config, ConfigError, ExpertFormat, Yarn};
+use super::{Config, ConfigError};
 use crate::cache::cache_layout::LayerKind::{Csa, Hca, Window};
 use crate::cache::kv_cache::RowFormat;
 
-/// The small released model (inference 14).
+/// The configuration of the small released model.
 fn flash() -> Config {
     let pairs = (0..20).flat_map(|_| [Csa, Hca]);
-    Config {
-        layers: [Window; 2].into_iter().chain(pairs).chain([Csa]).collect(),
-        num_mtp_layers: 1,
-        num_hash_layers: 3,
-        hidden_size: 4096,
-        vocab_size: 129_280,
-        num_heads: 64,
-        head_dim: 512,
-        rope_dim: 64,
-        q_lora_rank: 1024,
-        o_groups: 8,
-        o_lora_rank: 1024,
-        index_heads: 64,
-        index_head_dim: 128,
-        index_topk: 512,
-        num_experts: 256,
-        topk: 6,
-        expert_format: ExpertFormat::Mxfp4,
-        expert_width: 2048,
-        route_scale: 1.5,
-        swiglu_limit: 10.0,
-        rope_theta: 10_000.0,
-        compress_rope_theta: 160_000.0,
-        yarn: Yarn { factor: 16.0, original_positions: 65_536, beta_fast: 32.0, beta_slow: 1.0 },
-        max_positions: 1_048_576,
-        sinkhorn_iters: 20,
-        hc_eps: 1e-6,
-        norm_eps: 1e-6,
-        bos: 0,
-        eos: 1,
-    }
+    Config::flash([Window; 2].into_iter().chain(pairs).chain([Csa]).collect())
 }
 
 /// The official file of [`flash`], as an object of JSON.
