@@ -10,8 +10,9 @@
 // ---------------------------------------------------------------- sums of many parts
 
 // With few tokens the channels are split into many partials. FEW_WARPS warps of the token's block
-// add them, a share each, a column a lane. PARTS_AT_ONCE loads are in flight at once. One warp
-// then adds the warps' sums in their order.
+// add them round-robin, a column a lane. PARTS_AT_ONCE loads are in flight at once. One warp then
+// adds the warps' sums in their order. FEW_WARPS splits of the same groups, which are round-robin
+// as well, have these sums.
 constexpr int FEW_WARPS = 8, PARTS_AT_ONCE = 16;
 using SumsOfWarps = float[FEW_WARPS][WARP_SIZE];
 
@@ -25,10 +26,10 @@ struct PartsOfWarp {
 
     template <typename Params>
     PartsOfWarp(const Params& params, int64_t token) {
-        const int begin = params.splits * warp_id() / FEW_WARPS, end = params.splits * (warp_id() + 1) / FEW_WARPS;
-        apart = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
-        next = params.partials + begin * apart + token * PARTIAL_WIDTH<COLUMNS> + lane_id();
-        left = lane_id() <= COLUMNS ? end - begin : 0;
+        const int64_t one = params.num_tokens * PARTIAL_WIDTH<COLUMNS>;
+        apart = FEW_WARPS * one;
+        next = params.partials + warp_id() * one + token * PARTIAL_WIDTH<COLUMNS> + lane_id();
+        left = lane_id() <= COLUMNS ? (params.splits - warp_id() + FEW_WARPS - 1) / FEW_WARPS : 0;
         ask();
     }
     void ask() {

@@ -11,7 +11,8 @@
 // depends on num_tokens, so few tokens keep all SMs busy. mhc_mix_coefficients adds a token's
 // partials in their order, by four lanes, a row of comb each. mhc_mix_coefficients_few takes a
 // block a token. mhc_mix_project_scalar takes layouts that 16 bytes do not fit.
-// Batch invariance (Device::invariant): splits from hidden_size, one projection, no *_few kernel.
+// Batch invariance (Device::invariant): splits from hidden_size, one projection, no *_few kernel; for
+// sm_90a splits of FEW_WARPS or of all groups of channels, which coefficients.h adds to the same sums.
 // Floors for a token of d channels: 8 d bytes; 576 d FLOPs, a quarter of the bytes' time at 790
 // TFLOP/s. 8192 tokens of 7168 channels: 111 us at 4.24 TB/s, of 4096 channels 63 us. Weights from
 // L2 add 0.4 of the streams' bytes. Shared memory loads take about 65 % of its rate.

@@ -187,8 +187,10 @@ DEVICE void take_turn(const Maker& maker, SharedAddress shared, const Part& part
         fence_async_proxy();
     }
     maker.store(first_channel, made);
+    Sums<COLUMNS> of_group = {};
     UNROLL
-    for (int j = 0; j < STREAMS; ++j) add_hopper_step<COLUMNS, Weight>(made[j], shared, first_step + j, gives_up, sums, [] {});
+    for (int j = 0; j < STREAMS; ++j) add_hopper_step<COLUMNS, Weight>(made[j], shared, first_step + j, gives_up, of_group, [] {});
+    add_group(of_group, sums);
 }
 
 DEVICE void make_streams(const MhcPostMixPreHopperParams& params, SharedAddress shared, const float* coefficients, const Part& part,

@@ -291,12 +291,20 @@ DEVICE void add_step(const Fragments& fragments, uint32_t nothing, const WeightP
     add_scaled(products, sums);
 }
 
+// The squares of a token's whole rows in each of its four lanes.
+DEVICE void add_squares_of_lanes(float (&squares)[2]) {
+    UNROLL
+    for (int row = 0; row < 2; ++row) {
+        for (int distance = 1; distance < 4; distance *= 2)
+            squares[row] += __shfl_xor_sync(FULL_WARP, squares[row], distance);
+    }
+}
+
+// Stores the sums of a split; their squares are those of whole rows.
 template <int COLUMNS, typename Params>
 DEVICE void store_sums(const Params& params, int64_t split, int64_t first_token, const Sums<COLUMNS>& sums) {
     UNROLL
     for (int row = 0; row < 2; ++row) {
-        float squares = sums.squares[row];
-        for (int distance = 1; distance < 4; distance *= 2) squares += __shfl_xor_sync(FULL_WARP, squares, distance);
         const int64_t token = first_token + row * (WARP_TOKENS / 2);
         if (token >= params.num_tokens) continue;
         float* const to = params.partials + (split * params.num_tokens + token) * PARTIAL_WIDTH<COLUMNS>;
@@ -306,7 +314,7 @@ DEVICE void store_sums(const Params& params, int64_t split, int64_t first_token,
             if (column >= COLUMNS) continue;
             store_pair(to + column, sums.products[tile][2 * row], sums.products[tile][2 * row + 1]);
         }
-        if (lane_id() % 4 == 0) to[COLUMNS] = squares;
+        if (lane_id() % 4 == 0) to[COLUMNS] = sums.squares[row];
     }
 }
 
@@ -340,7 +348,9 @@ DEVICE void project(const ProjectionParams& params) {
         start(step + STAGES);
         if (own.any) add_step<COLUMNS>(fragments, splits >> 31, parts, sums);
     }
-    if (own.any) store_sums<COLUMNS>(params, split, own.first, sums);
+    if (!own.any) return;
+    add_squares_of_lanes(sums.squares);
+    store_sums<COLUMNS>(params, split, own.first, sums);
 }
 
 // ---------------------------------------------------------------- a step of each stream
@@ -497,7 +507,9 @@ DEVICE void project_at_once(const Params& params, AtOnceShared<COLUMNS>& shared,
         }
     }
     add_second_half(place, shared, sums);
-    if (place.half == 0 && place.tokens.any) store_sums<COLUMNS>(params, split, place.tokens.first, sums);
+    if (place.half != 0 || !place.tokens.any) return;
+    add_squares_of_lanes(sums.squares);
+    store_sums<COLUMNS>(params, split, place.tokens.first, sums);
 }
 
 // ---------------------------------------------------------------- few tokens

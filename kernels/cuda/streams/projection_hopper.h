@@ -12,7 +12,8 @@
 //
 // The three parts of the weights are columns of one MMA, 64 x 72 x 16 for 24 columns. So the MMA
 // is wide, and sums of unlike size stay in separate accumulators. A step is four wgmma from zero;
-// fp32 adds the parts, the smallest first, then the steps.
+// fp32 adds the parts, the smallest first, then the steps of a group of channels, from zero, then
+// the groups of a split. So a split for each group leaves what a split of several would add.
 //
 // A consumer loads the streams from shared memory once, into its A fragments, and sums their
 // squares. The stage is free as soon as they are loaded. A lane loads 16 bytes of each of two
@@ -74,11 +75,14 @@ struct WeightLayout {
 template <int COLUMNS>
 struct ProjectionLayout {
     static constexpr int STREAM_BYTES = TILE_TOKENS * 128;
+    static constexpr int SUMS = 4 * TILES<COLUMNS> + 2;  // of a thread
     struct Plan {
         uint8_t streams[STREAM_STAGES][STREAM_BYTES];
         WeightPlan<COLUMNS, WEIGHT_STAGES> weight;
+        float totals[SUMS][CONSUMER_THREADS];
         PipelineBarriers<STREAM_STAGES> arriving;
     };
+    static constexpr int TOTALS = OFFSET_OF(Plan, totals);
     using Weight = WeightLayout<COLUMNS, OFFSET_OF(Plan, weight), WEIGHT_STAGES>;
     using Streams = Pipeline<OFFSET_OF(Plan, arriving), STREAM_STAGES>;
     static constexpr int BYTES = sizeof(Plan);
@@ -261,10 +265,51 @@ DEVICE void add_hopper_step(const Fragments& fragments, SharedAddress shared, ui
     add_parts<COLUMNS>(products, sums);
 }
 
+// Adds a group of channels, all of whose steps have been added, to the sums.
+template <int COLUMNS>
+DEVICE void add_group(Sums<COLUMNS>& group, Sums<COLUMNS>& sums) {
+    add_squares_of_lanes(group.squares);
+    UNROLL
+    for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+        UNROLL
+        for (int c = 0; c < 4; ++c) sums.products[tile][c] += group.products[tile][c];
+    }
+    UNROLL
+    for (int row = 0; row < 2; ++row) sums.squares[row] += group.squares[row];
+    group = {};
+}
+
+// A thread's sums of all groups so far. Registers have no room for them beside a step's products.
+template <int COLUMNS>
+struct Totals {
+    float* first;  // the thread's own, CONSUMER_THREADS apart
+
+    // Adds a group, or stores the first one.
+    void add(Sums<COLUMNS>& group, bool is_first) const {
+        add_squares_of_lanes(group.squares);
+        each(group, [&](float& sum, float& total) { total = is_first ? sum : total + sum; });
+        group = {};
+    }
+    void load(Sums<COLUMNS>& sums) const {
+        each(sums, [](float& sum, float& total) { sum = total; });
+    }
+    template <typename Use>
+    void each(Sums<COLUMNS>& sums, Use use) const {
+        UNROLL
+        for (int tile = 0; tile < TILES<COLUMNS>; ++tile) {
+            UNROLL
+            for (int c = 0; c < 4; ++c) use(sums.products[tile][c], first[(4 * tile + c) * CONSUMER_THREADS]);
+        }
+        UNROLL
+        for (int row = 0; row < 2; ++row) use(sums.squares[row], first[(4 * TILES<COLUMNS> + row) * CONSUMER_THREADS]);
+    }
+};
+
 template <int COLUMNS>
 DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, const Part& part, int consumer) {
     using Layout = ProjectionLayout<COLUMNS>;
     const int row = consumer * CONSUMER_TOKENS + warp_id() % 4 * WARP_TOKENS + row_of(lane_id() / 4);
+    const Totals<COLUMNS> totals{reinterpret_cast<float*>(dynamic_shared() + Layout::TOTALS) + threadIdx.x};
     Sums<COLUMNS> sums = {};
     for (uint32_t step = 0; step < part.steps.count; ++step) {
         Fragments fragments;
@@ -277,7 +322,9 @@ DEVICE void consume(const HopperProjectionParams& params, SharedAddress shared, 
             __syncwarp();
             if (lane_id() == 0) mbarrier_arrive(shared + Layout::Streams::empty(step));
         });
+        if (step % STREAMS == STREAMS - 1) totals.add(sums, step < STREAMS);
     }
+    if (part.steps.count > 0) totals.load(sums);
     store_sums<COLUMNS>(params, blockIdx.x % params.splits, part.first_token + row, sums);
 }
 

@@ -142,7 +142,8 @@ fn bind(
 /// its streams.
 const INVARIANT_PARTS: usize = 32;
 
-/// The same of the projection for Hopper, whose blocks have more channels in flight.
+/// The same of the projection for Hopper with many tokens: `FEW_WARPS` in the kernel source. With
+/// few tokens each group of channels is a part, and the kernel that adds them adds these first.
 const INVARIANT_HOPPER_PARTS: usize = 8;
 
 /// Whether a single block of the projection has all tokens, if 16-byte accesses fit their rows. An
@@ -206,8 +207,12 @@ fn hopper_projection(processors: usize, num_tokens: usize, hidden_size: usize) -
 fn hopper_blocks(device: &Device, num_tokens: usize, hidden_size: usize) -> [usize; 2] {
     let [tiles, splits] =
         hopper_projection(device.environment().processors as usize, num_tokens, hidden_size);
-    let parts = hidden_size.div_ceil(STEP).clamp(1, INVARIANT_HOPPER_PARTS);
-    let splits = if device.is_invariant() { parts } else { splits };
+    let groups = hidden_size.div_ceil(STEP).max(1);
+    let splits = match device.is_invariant() {
+        true if num_tokens <= FEW_COEFFICIENT_TOKENS => groups,
+        true => groups.min(INVARIANT_HOPPER_PARTS),
+        false => splits,
+    };
     [tiles.saturating_mul(splits), splits]
 }
 
@@ -304,9 +309,9 @@ impl<'a> Projection<'a> {
     pub fn launch(&self) -> Result<Projected> {
         let Self { device, num_tokens, hidden_size, .. } = *self;
         let sizes = |params, splits| size_params(params, [num_tokens, hidden_size], splits);
-        let invariant = device.is_invariant();
+        let in_order = device.is_invariant() && self.map.is_none();
         let projected =
-            |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size, invariant };
+            |kernel, splits| Projected { kernel, splits, num_tokens, hidden_size, in_order };
         if let Some(map) = &self.map {
             let [blocks, splits] = hopper_blocks(device, num_tokens, hidden_size);
             let params = self.call.append_as(self.call.params(&["fn"]), "partials", "workspace");
@@ -372,15 +377,16 @@ pub(crate) struct Projected {
     pub splits: usize,
     num_tokens: usize,
     hidden_size: usize,
-    /// Whether parts are added in one order for any number of tokens.
-    invariant: bool,
+    /// Whether the parts are added one after the other for any number of tokens: those of an
+    /// invariant path, but for the projection for Hopper.
+    in_order: bool,
 }
 
 impl Projected {
     /// Whether there are few tokens with many parts; then each token has a block in the next
     /// kernel.
     pub fn has_few_tokens(self) -> bool {
-        self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS && !self.invariant
+        self.num_tokens <= FEW_COEFFICIENT_TOKENS && self.splits > FEW_PARTS && !self.in_order
     }
 
     /// The parameters of the kernels after it, from it and from a call.
@@ -426,8 +432,8 @@ pub(crate) fn projected_by(
         Implementation::Hopper => hopper_blocks(device, num_tokens, hidden_size),
         _ => projection_blocks(device, num_tokens, hidden_size, true),
     };
-    let invariant = device.is_invariant();
-    Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size, invariant }))
+    let in_order = device.is_invariant() && implementation != Implementation::Hopper;
+    Ok((blocks, Projected { kernel, splits, num_tokens, hidden_size, in_order }))
 }
 
 /// The second launch. Returns the kernel that ran.
