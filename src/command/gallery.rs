@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use dsv4_runtime::{BackendKind, Device};
+use serde::{Deserialize, Serialize};
 
 use super::progress::Steps;
 use super::sweep::SweepArguments;
@@ -18,8 +19,43 @@ use crate::report::gallery::list::{Kernel, List};
 use crate::report::gallery::page::{Entry, Outcome, Place, numbers, page};
 use crate::sweep::regressions::fixtures_dir;
 
-/// The page.
+/// The page, and what it says about the start of its run.
 const PAGE: &str = "gallery.md";
+const START: &str = "gallery.json";
+
+/// Where and when a run has started, for one that resumes it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Start {
+    machine: String,
+    versions: BTreeMap<String, String>,
+    unix: u64,
+}
+
+impl Start {
+    /// Of the run that is resumed, or of this one, which leaves it in the folder.
+    fn of(arguments: &GalleryArguments, libraries: &BTreeMap<String, Found>) -> Result<Self> {
+        let path = arguments.out.join(START);
+        let named = |(name, found): (&String, &Found)| {
+            let is_there = found.missing.is_empty() && !found.version.is_empty();
+            is_there.then(|| (name.clone(), found.version.clone()))
+        };
+        let versions: BTreeMap<_, _> = libraries.iter().filter_map(named).collect();
+        if arguments.resume {
+            let text = std::fs::read_to_string(&path)
+                .with_context(|| format!("--resume: reading {}", path.display()))?;
+            let mut start: Self = serde_json::from_str(&text)
+                .with_context(|| format!("--resume: {}", path.display()))?;
+            versions.into_iter().for_each(|(name, version)| {
+                start.versions.entry(name).or_insert(version);
+            });
+            return Ok(start);
+        }
+        let start = Self { machine: machine(), versions, unix: log::now() };
+        let text = serde_json::to_string_pretty(&start)?;
+        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        Ok(start)
+    }
+}
 
 /// Options of `parity gallery`.
 #[derive(Debug, Args)]
@@ -52,6 +88,9 @@ pub struct GalleryArguments {
     /// Folder for the page, and for a report and a log of each kernel
     #[arg(long, value_name = "DIR", default_value = "reports/gallery")]
     out: PathBuf,
+    /// Keep what an interrupted run has judged in --out, and judge the rest
+    #[arg(long)]
+    resume: bool,
     /// Also write the page here
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
@@ -76,19 +115,16 @@ pub fn execute(arguments: &GalleryArguments) -> Result<Exit> {
         bail!("--only {only}: {} has no such library or operator", path.display());
     }
     // Wrong files are told before minutes are spent.
-    let (times, unix) = (times_of(arguments)?, log::now());
+    let times = times_of(arguments)?;
     check_sites(arguments, &list, &path)?;
     let out = &arguments.out;
     std::fs::create_dir_all(out).with_context(|| format!("--out {}", out.display()))?;
-    let judges = judges(arguments, list);
+    let mut judges = judges(arguments, list);
     let libraries = judges.look_for_libraries()?;
+    let start = Start::of(arguments, &libraries)?;
+    judges.resumed = arguments.resume.then_some(start.unix);
     let entries = judged(&judges, &kernels, &libraries)?;
-    let named = |(name, found): (String, Found)| {
-        let is_there = found.missing.is_empty() && !found.version.is_empty();
-        is_there.then_some((name, found.version))
-    };
-    let versions = libraries.into_iter().filter_map(named).collect();
-    let (command, machine) = (command_line().join(" "), machine());
+    let (command, Start { machine, versions, unix }) = (command_line().join(" "), start);
     let place = Place { command, machine, versions, unix, times };
     let (page, own) = (page(&place, &judges.list, &entries), out.join(PAGE));
     for path in [Some(&own), arguments.markdown.as_ref()].into_iter().flatten() {
@@ -125,6 +161,7 @@ fn judges(arguments: &GalleryArguments, list: List) -> Judges {
         limit: Duration::from_secs(arguments.seconds),
         sweep: words_of(&arguments.sweep),
         out: arguments.out.clone(),
+        resumed: None,
     }
 }
 

@@ -88,6 +88,7 @@ pub(super) trait DeclaredCase: fmt::Debug + Send + Sync {
     fn tensors(&self) -> Specs;
     fn cannot_run(&self, environment: &Environment) -> Option<String>;
     fn fastest(&self, environment: &Environment) -> AnyCase;
+    fn invariantly(&self, environment: &Environment) -> AnyCase;
     fn amend(&self, tensors: &mut Tensors) -> dsv4_reference::Result<()>;
     fn forward(
         &self,
@@ -241,6 +242,10 @@ impl<K: Operator> DeclaredCase for Of<K> {
 
     fn fastest(&self, environment: &Environment) -> AnyCase {
         any::<K>(K::fastest(&self.0, environment))
+    }
+
+    fn invariantly(&self, environment: &Environment) -> AnyCase {
+        any::<K>(K::invariantly(&self.0, environment))
     }
 
     fn amend(&self, tensors: &mut Tensors) -> dsv4_reference::Result<()> {
@@ -623,7 +628,7 @@ impl AnyOperator {
     pub fn benchmarks(&self, environment: &Environment) -> Vec<Box<dyn Timed>> {
         let all = self.0.benchmarks(environment).into_iter();
         let both = all.flat_map(|one| {
-            let invariant = one.by_invariant_path();
+            let invariant = one.by_invariant_path(environment);
             [Some(one), invariant].into_iter().flatten()
         });
         both.map(AnyBenchmark::timed).collect()

@@ -400,10 +400,11 @@ impl AnyBenchmark {
     }
 
     /// The same call by the invariant path, where a forward has one: what invariance costs.
-    pub(super) fn by_invariant_path(&self) -> Option<Self> {
+    pub(super) fn by_invariant_path(&self, environment: &Environment) -> Option<Self> {
         let has_one = self.direction == Direction::Forward && has_invariant_path(&*self.case);
         let name = format!("{}{BY_INVARIANT_PATH}", self.name);
-        has_one.then(|| Self { name, invariant: true, ..self.clone() })
+        let case = || self.case.invariantly(environment);
+        has_one.then(|| Self { name, case: case(), invariant: true, ..self.clone() })
     }
 
     fn placed_specs(&self) -> Specs {

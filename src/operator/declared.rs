@@ -185,6 +185,12 @@ pub trait Operator: Sized + Send + Sync + 'static {
         case.clone()
     }
 
+    /// The same call with the kernels that an invariant device's launchers choose for it, where they
+    /// choose others than for its size alone: what invariance costs is measured on them.
+    fn invariantly(case: &Self::Case, _environment: &Environment) -> Self::Case {
+        case.clone()
+    }
+
     /// Sets what no distribution generates: lists, tables, zero rows, rows that no kernel may read.
     ///
     /// # Errors

@@ -101,8 +101,18 @@ fn a_page_tells_which_kernels_agree_disagree_and_could_not_run_with_a_replay_lin
     ] {
         assert!(page.contains(words), "{words}: {page}");
     }
-    // Its own folders are taken again, and what an earlier run found is not told as found now.
+    // A resumed run judges what has no report yet, and keeps the rest.
     std::fs::write(dir.path().join("right.py"), "import sys; sys.exit('gone')").unwrap();
+    let apart = Path::new(&out).join("apart-norm-rms-norm");
+    std::fs::remove_dir_all(&apart).expect("the folder of a kernel");
+    let resumed = Parity::new(&[&arguments[..], &["--resume"]].concat()).run();
+    resumed.assert_code(1);
+    assert!(
+        resumed.stdout.contains("1 kernels agree, 1 disagree, 3 did not run"),
+        "{}",
+        resumed.stdout
+    );
+    // Its own folders are taken again, and what an earlier run found is not told as found now.
     let again = Parity::new(&arguments).run();
     again.assert_code(1);
     assert!(
@@ -127,6 +137,8 @@ fn a_wrong_selection_or_file_is_told_before_a_kernel_runs() {
         Parity::new(&["gallery", &list, "--site", site]).run().assert_bad_input(&[named]);
     }
     let out = dir.path().join("out").display().to_string();
+    let nothing = ["gallery", list.as_str(), "--out", &out, "--resume"];
+    Parity::new(&nothing).run().assert_bad_input(&["--resume", "gallery.json"]);
     let without = ["gallery", list.as_str(), "--out", &out, "--python", "no-such-python"];
     Parity::new(&without).run().assert_bad_input(&["no-such-python"]);
 }

@@ -176,6 +176,13 @@ impl Operator for MhcMix {
         }
     }
 
+    fn invariantly(c: &MhcMixCase, environment: &Environment) -> MhcMixCase {
+        // One projection for any number of tokens.
+        let many = usize::MAX;
+        let implementation = fastest_projection(environment, many, c.hidden_size);
+        MhcMixCase { implementation, ..c.clone() }
+    }
+
     fn strategy(profile: Profile) -> BoxedStrategy<MhcMixCase> {
         let extents = matrix(profile.of([[12, 300], [40, 1100], [300, 7168]]));
         let iterations = site::iterations();

@@ -205,6 +205,13 @@ impl Operator for MhcPostMixPre {
         }
     }
 
+    fn invariantly(c: &MhcPostMixPreCase, environment: &Environment) -> MhcPostMixPreCase {
+        // One projection for any number of tokens.
+        let many = usize::MAX;
+        let implementation = fastest_projection(environment, many, c.hidden_size);
+        MhcPostMixPreCase { implementation, ..c.clone() }
+    }
+
     /// The products of all pairs of streams, several times.
     fn oracle_elements(c: &MhcPostMixPreCase) -> u128 {
         4 * (NUM_STREAMS * (NUM_STREAMS + 1)) as u128 * c.num_tokens as u128 * c.hidden_size as u128
