@@ -104,6 +104,7 @@ mod tests {
         for expert_format in [ExpertFormat::Mxfp4, ExpertFormat::Nvfp4] {
             let config = Config {
                 num_experts: 3,
+                topk: 2,
                 vocab_size: 1000,
                 expert_format,
                 ..Config::flash(vec![Window, Csa])
