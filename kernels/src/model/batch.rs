@@ -131,10 +131,11 @@ impl Batch {
             (&mut self.hca_indices, &mut self.hca_width),
         ] {
             let wide = width.next_power_of_two();
-            *list = list
-                .chunks(*width)
-                .flat_map(|row| row.iter().copied().chain(vec![-1; wide - row.len()]))
-                .collect();
+            let mut widened = vec![-1; list.len() / *width * wide];
+            for (to, row) in widened.chunks_mut(wide).zip(list.chunks(*width)) {
+                to[..row.len()].copy_from_slice(row);
+            }
+            *list = widened;
             *width = wide;
         }
         let sequences = self.num_sequences();

@@ -89,5 +89,9 @@ impl<'d> Buffers<'d> {
 
 /// The bytes of numbers.
 pub(super) fn bytes_of(numbers: &[i32]) -> Vec<u8> {
-    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+    let mut bytes = vec![0; size_of_val(numbers)];
+    for (place, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+        *place = number.to_ne_bytes();
+    }
+    bytes
 }

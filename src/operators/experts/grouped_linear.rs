@@ -13,8 +13,9 @@ use dsv4_kernels::experts::moe_map::{MAX_EXPERTS, positions};
 use dsv4_kernels::projections::linear::{MAX_FEATURES, ScaleLayout, ScaleTensor, Weights};
 use dsv4_reference::experts::grouped_linear as reference;
 use dsv4_reference::formats::scale_layout::Scales;
+use dsv4_reference::projections::linear::BLOCK;
 
-use crate::operator::benchmarks::{Whole, last};
+use crate::operator::benchmarks::{Whole, last, spread_blocks};
 use crate::operator::declaration::{Axis, TensorSpec, state};
 use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
@@ -22,7 +23,8 @@ use crate::operator::tensors::permuted_along;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase, draw_experts};
 use crate::operators::formats::quantize_fp8::format_of;
 use crate::operators::projections::linear::{
-    Codes, Linear, LinearCase, QUANTIZED, doubled, quantized, set_codes, set_scales, takes_hopper,
+    Codes, Linear, LinearCase, QUANTIZED, SAMPLED_FEATURES, doubled, quantized, set_codes,
+    set_scales, takes_hopper,
 };
 use crate::record::Operands;
 
@@ -1003,10 +1005,12 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
     let axis = if case.is_masked() { "num_experts" } else { "num_rows" };
     let benchmark: Benchmark<GroupedLinear> = Benchmark::new(Direction::Forward, name, case, axis)
         .computing(flops)
-        .multiplying(Operands::E4m3);
+        .multiplying(Operands::E4m3)
+        // A few rows need whole experts, except along the axis that is not summed over.
+        .also_sampled_along("out_features", SAMPLED_FEATURES, spread_blocks);
     let drawn = benchmark.drawn.with_few_weights(&benchmark.case);
     let (chosen, rows, sampled) = match drawn.grouping {
-        Grouping::Masked => (last as fn(_, _) -> _, 1, benchmark.sampled),
+        Grouping::Masked => (last as fn(_, _) -> _, 1, of_sampled_features as _),
         Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),
     };
     Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
@@ -1034,6 +1038,20 @@ fn of_sampled_rows(
     tensors: &mut Tensors,
 ) {
     keep_experts_of(whole.case, whole.rows, c, tensors);
+    of_sampled_features(whole, c, tensors);
+}
+
+/// The scales of the sampled blocks of weights.
+fn of_sampled_features(
+    whole: &Whole<'_, GroupedLinear>,
+    c: &mut GroupedLinearCase,
+    tensors: &mut Tensors,
+) {
+    if c.weights == Weights::Fp8 {
+        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(BLOCK));
+        let blocks: Vec<usize> = firsts.map(|out| out / BLOCK).collect();
+        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 1, &blocks));
+    }
 }
 
 /// A sample of rows has only the experts of its rows.

@@ -291,7 +291,7 @@ impl LinearCase {
 }
 
 /// Features of a benchmark's result that are compared with the oracle.
-const SAMPLED_FEATURES: usize = 256;
+pub(crate) const SAMPLED_FEATURES: usize = 256;
 
 /// The scales of the sampled blocks of weights.
 fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Tensors) {
