@@ -245,10 +245,11 @@ fn a_rejected_call_names_the_reason_and_changes_nothing() {
     assert_eq!(first_difference(&expected, &[first, rest].concat()), None);
 }
 
-/// Two sequences of unlike lengths that decode together, past the end of a page, with other steps
-/// between: the logits after each of their tokens, and the caches.
+/// Two sequences that decode together from their first token, a chunk of one of them, which moves
+/// buffers under what is recorded, then decoding past the end of a page, and drafts: the logits
+/// after each of their tokens, and the caches.
 fn decoded(model: &mut Model<'_>) -> (Vec<Vec<f32>>, [Vec<u8>; 2]) {
-    let texts = [text(5, 131), text(6, 14)];
+    let texts = [text(5, 134), text(6, 17)];
     let sequences = [admitted(model), admitted(model)];
     let mut all = Vec::new();
     let mut feed = |model: &mut Model<'_>, parts: [std::ops::Range<usize>; 2]| {
@@ -258,15 +259,16 @@ fn decoded(model: &mut Model<'_>) -> (Vec<Vec<f32>>, [Vec<u8>; 2]) {
             fed.map(|((&sequence, text), part)| Chunk { sequence, tokens: &text[part] }).collect();
         all.extend(model.logits(&chunks).expect("logits").concat());
     };
-    feed(model, [0..120, 0..3]);
-    for at in 0..7 {
-        feed(model, [120 + at..121 + at, 3 + at..4 + at]);
+    for at in 0..3 {
+        feed(model, [at..at + 1, at..at + 1]);
     }
-    // A larger step moves buffers under what is recorded.
-    feed(model, [127..127, 10..12]);
-    feed(model, [127..129, 12..14]);
-    feed(model, [129..130, 0..0]);
-    feed(model, [130..131, 0..0]);
+    feed(model, [3..122, 3..3]);
+    for at in 0..8 {
+        feed(model, [122 + at..123 + at, 3 + at..4 + at]);
+    }
+    for at in [0, 2] {
+        feed(model, [130 + at..132 + at, 11 + at..13 + at]);
+    }
     let caches = model.cache_contents().expect("caches");
     sequences.into_iter().for_each(|sequence| model.release(sequence).expect("released"));
     (all, caches)
@@ -280,13 +282,12 @@ fn recorded_steps_have_the_bits_of_launched_ones() {
     let mut recording = model(&layers, limits);
     recording.record_steps(2);
     let (recorded, recorded_caches) = decoded(&mut recording);
-    // One page and two, of two sequences; one sequence with one token, and with two.
-    assert_eq!(recording.num_recorded(), usize::from(device().backend().recorder().is_some()) * 2);
+    // A token of each with one page and with two, and two tokens of each.
+    assert_eq!(recording.num_recorded(), usize::from(device().backend().recorder().is_some()) * 3);
     assert_eq!(first_difference(&launched, &recorded), None);
     assert!(caches == recorded_caches, "the caches differ");
-    // Once more, with everything recorded and in buffers that have grown.
-    let (again, _) = decoded(&mut recording);
-    assert_eq!(first_difference(&launched, &again), None);
+    assert!(matches!(recording.repeat_step(), Ok(true)));
+    assert!(recording.cache_contents().expect("caches") == caches, "a repeated step changes them");
 }
 
 /// The start of a measurement: rows of every layer kind that no prompt wrote.
