@@ -105,6 +105,9 @@ pub struct Further {
     pub chosen: fn(usize, usize) -> Vec<usize>,
 }
 
+/// The entries of an axis, from the case and its sampled entries.
+pub type Needed<K> = (&'static str, fn(&<K as Operator>::Case, &[usize]) -> Vec<usize>);
+
 /// A case whose call is timed.
 pub struct Benchmark<K: Operator> {
     /// The direction. The group is `OPERATOR_forward` or `OPERATOR_backward`.
@@ -133,6 +136,9 @@ pub struct Benchmark<K: Operator> {
     pub chosen: fn(usize, usize) -> Vec<usize>,
     /// A second axis that is sampled.
     pub further: Option<Further>,
+    /// Of another axis, the entries that the sampled ones need: the host holds no others of the
+    /// given tensors.
+    pub needed: Option<Needed<K>>,
     /// Sets the data that must be drawn for the whole case, such as lists of keys. It replaces what
     /// was drawn for the smaller case.
     pub amend: fn(&K::Case, &mut Tensors),
@@ -224,6 +230,7 @@ impl<K: Operator> Benchmark<K> {
             rows: 4,
             chosen: spread,
             further: None,
+            needed: None,
             amend: |_, _| {},
             sampled: |_, _, _| {},
             only: None,
@@ -317,6 +324,9 @@ type AnySampled =
     dyn Fn(&Case, [&[usize]; 2], &mut Tensors) -> Result<AnyCase, CaseError> + Send + Sync;
 type AnyCall = dyn Fn(&Views, &mut Launches<'_>) -> Result<(), RuntimeError> + Send + Sync;
 
+/// The entries of another axis that some sampled ones need.
+type AnyNeeded = dyn Fn(&[usize]) -> Vec<usize> + Send + Sync;
+
 /// A [`Benchmark`] of any operator.
 #[derive(Clone)]
 pub(super) struct AnyBenchmark {
@@ -334,6 +344,7 @@ pub(super) struct AnyBenchmark {
     rows: usize,
     chosen: fn(usize, usize) -> Vec<usize>,
     further: Option<Further>,
+    needed: Option<(&'static str, Arc<AnyNeeded>)>,
     only: Option<&'static str>,
     amend: Arc<Amend>,
     /// Makes a sample's case from its line and the entries of both axes, and completes its tensors.
@@ -359,9 +370,13 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
             further,
             ..
         } = benchmark;
-        let Benchmark { amend, sampled, only, call, .. } = benchmark;
+        let Benchmark { amend, sampled, only, call, needed, .. } = benchmark;
         let whole = Arc::new(case.clone());
-        let (amended, called) = (whole.clone(), whole.clone());
+        let (amended, called, needs) = (whole.clone(), whole.clone(), whole.clone());
+        let needed = needed.map(|(axis, of)| {
+            let of: Arc<AnyNeeded> = Arc::new(move |rows: &[usize]| of(&needs, rows));
+            (axis, of)
+        });
         let sample = move |line: &Case, [rows, further]: [&[usize]; 2], tensors: &mut Tensors| {
             let mut case: K::Case = line.fields()?;
             sampled(&Whole { case: &whole, rows, further }, &mut case, tensors);
@@ -381,6 +396,7 @@ impl<K: Operator> From<Benchmark<K>> for AnyBenchmark {
             rows,
             chosen,
             further,
+            needed,
             only,
             amend: Arc::new(move |tensors| amend(&amended, tensors)),
             sampled: Some(Arc::new(sample)),
@@ -477,7 +493,8 @@ impl AnyBenchmark {
             *field = axis.entries.len().into();
         }
         let case = self.case.operator().parse(&line)?;
-        let narrowed = Narrowed { specs: case.tensors(), axis, further };
+        let needed = self.needed.as_ref().map(|(name, of)| (*name, of(&axis.entries)));
+        let narrowed = Narrowed { specs: case.tensors(), axis, further, needed };
         let tensors = narrowed.tensors(&whole, given);
         self.completed(&line, case, narrowed, tensors)
     }
@@ -568,6 +585,8 @@ struct Narrowed {
     specs: Specs,
     axis: SampledAxis,
     further: Option<SampledAxis>,
+    /// Of another axis, the entries that given tensors keep.
+    needed: Option<(&'static str, Vec<usize>)>,
 }
 
 /// An axis, its extent in the whole case, and the entries that are sampled.
@@ -604,10 +623,14 @@ impl Narrowed {
     /// positions, one for each token.
     fn orders(&self, whole: &TensorSpec) -> Vec<Option<&[usize]>> {
         let (axis, further) = self.places(whole);
+        let needed = |at: usize| {
+            let (name, entries) = self.needed.as_ref()?;
+            (whole.axes[at].name == *name).then_some(&entries[..])
+        };
         let order = |at: usize| match &self.further {
             _ if axis.contains(&at) => Some(&self.axis.entries[..]),
             Some(own) if further == Some(at) => Some(&own.entries[..]),
-            _ => None,
+            _ => needed(at),
         };
         (0..whole.axes.len()).map(order).collect()
     }
@@ -844,8 +867,13 @@ impl Timed for Arc<AnyBenchmark> {
     }
 
     fn oracle(&self) -> Result<OracleCall> {
-        let whole =
-            AnyBenchmark { rows: usize::MAX, further: None, sampled: None, ..(**self).clone() };
+        let whole = AnyBenchmark {
+            rows: usize::MAX,
+            further: None,
+            needed: None,
+            sampled: None,
+            ..(**self).clone()
+        };
         let sample = whole.sample(&self.given()?)?;
         Ok(Box::new(move || {
             let tensors = sample.oracle(Precision::Exact, &Products::default())?;

@@ -295,8 +295,7 @@ DEVICE void add_step(const Fragments& fragments, uint32_t nothing, const WeightP
 DEVICE void add_squares_of_lanes(float (&squares)[2]) {
     UNROLL
     for (int row = 0; row < 2; ++row) {
-        for (int distance = 1; distance < 4; distance *= 2)
-            squares[row] += __shfl_xor_sync(FULL_WARP, squares[row], distance);
+        for (int distance = 1; distance < 4; distance *= 2) squares[row] += __shfl_xor_sync(FULL_WARP, squares[row], distance);
     }
 }
 

@@ -991,6 +991,17 @@ impl GroupedLinearCase {
         [bytes as f64, 2.0 * rows as f64 * out_features as f64 * in_features as f64]
     }
 
+    /// The experts of some rows; the first one where they have none.
+    pub(crate) fn experts_of(&self, rows: &[usize]) -> Vec<usize> {
+        let owners = self.experts_of_rows();
+        let mut experts: Vec<usize> = rows.iter().filter_map(|&row| owners[row]).collect();
+        experts.dedup();
+        if experts.is_empty() {
+            experts.push(0);
+        }
+        experts
+    }
+
     /// With drawn weights for some rows of some experts; `whole` is the case.
     pub(crate) fn with_few_weights(&self, whole: &Self) -> Self {
         let out_features = whole.out_features.min(128);
@@ -1013,7 +1024,10 @@ fn benchmark(case: GroupedLinearCase) -> Benchmark<GroupedLinear> {
         Grouping::Masked => (last as fn(_, _) -> _, 1, of_sampled_features as _),
         Grouping::Contiguous => (benchmark.chosen, 4, of_sampled_rows as _),
     };
-    Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, ..benchmark }
+    // Rows that are sorted by expert need the weights of theirs alone.
+    let experts: fn(&GroupedLinearCase, &[usize]) -> _ = GroupedLinearCase::experts_of;
+    let needed = (!benchmark.case.is_masked()).then_some(("num_experts", experts));
+    Benchmark { drawn, bytes, amend: of_whole_case, chosen, rows, sampled, needed, ..benchmark }
 }
 
 /// Makes every row and weight finite, and sets the experts' rows of the whole case.
@@ -1054,20 +1068,16 @@ fn of_sampled_features(
     }
 }
 
-/// A sample of rows has only the experts of its rows.
+/// A sample of rows has only the experts of its rows, whose weights it has.
 pub(crate) fn keep_experts_of(
     whole: &GroupedLinearCase,
     rows: &[usize],
     c: &mut GroupedLinearCase,
     tensors: &mut Tensors,
 ) {
+    let experts = whole.experts_of(rows);
     let owners = whole.experts_of_rows();
     let owners: Vec<Option<usize>> = rows.iter().map(|&row| owners[row]).collect();
-    let mut experts: Vec<usize> = owners.iter().flatten().copied().collect();
-    experts.dedup();
-    if experts.is_empty() {
-        experts.push(0);
-    }
     let rows_of = |expert: &usize| {
         (0..owners.len()).filter(|&row| owners[row] == Some(*expert)).collect::<Vec<_>>()
     };
@@ -1075,10 +1085,6 @@ pub(crate) fn keep_experts_of(
     let firsts = experts.iter().map(|expert| rows_of(expert).first().copied().unwrap_or(0) as i32);
     let offsets: Vec<i32> = firsts.chain([owners.len() as i32]).collect();
     c.num_experts = experts.len();
-    for name in ["w", "w_scales"] {
-        let narrowed = permuted_along(tensors.tensor(name), 0, &experts);
-        tensors.put(name, narrowed);
-    }
     tensors.put("counts", HostTensor::from_i32(&[counts.len()], &counts));
     tensors.put("expert_offsets", HostTensor::from_i32(&[offsets.len()], &offsets));
 }

@@ -1184,7 +1184,9 @@ fn benchmark(case: GroupedLinearSwigluCase) -> Benchmark<GroupedLinearSwiglu> {
         true => (last as fn(_, _) -> _, 1, benchmark.sampled),
         false => (benchmark.chosen, 4, of_sampled_rows as _),
     };
-    Benchmark { drawn, bytes, amend: with_whole_lists, chosen, rows, sampled, ..benchmark }
+    let experts: fn(&GroupedLinearSwigluCase, &[usize]) -> _ = |c, rows| c.product.experts_of(rows);
+    let needed = (!benchmark.case.product.is_masked()).then_some(("num_experts", experts));
+    Benchmark { drawn, bytes, amend: with_whole_lists, chosen, rows, sampled, needed, ..benchmark }
 }
 
 /// As in `grouped_linear`, with every weight finite.
