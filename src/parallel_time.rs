@@ -15,7 +15,7 @@ use dsv4_kernels::model::memory::Memory;
 use dsv4_kernels::model::tap::Untapped;
 use dsv4_kernels::parallel::attention::{self as step, Keys};
 use dsv4_kernels::parallel::{Partition, Shards};
-use dsv4_runtime::{BackendKind, DType, Device, Result, RuntimeError, TensorView, Views, World};
+use dsv4_runtime::{DType, Device, Result, RuntimeError, TensorView, Views, World};
 use half::bf16;
 use rand::Rng as _;
 use serde::Serialize;
@@ -289,9 +289,7 @@ impl Timer<'_> {
         // Compiles, and connects the ranks: neither can be recorded.
         work()?;
         backend.synchronize()?;
-        let recorder =
-            backend.recorder().filter(|_| backend.environment().backend == BackendKind::Cuda);
-        match recorder {
+        match self.device.graphs() {
             Some(recorder) => {
                 let recorded = recorder.record(&mut || work())?;
                 self.sample(REPLAYS, &|| recorded.launch())

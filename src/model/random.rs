@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use dsv4_kernels::cache::cache_layout::LayerKind;
 use dsv4_kernels::model::checkpoint::INDEX;
 use dsv4_kernels::model::checkpoint::tensors::{Format, LayerId, TensorSpec, of_layer, shared};
-use dsv4_kernels::model::config::{Config, ExpertFormat, FILE, Yarn};
+use dsv4_kernels::model::config::{Config, ExpertFormat, FILE};
 use dsv4_reference::formats::quantize_fp8::{self, Group};
 use dsv4_reference::formats::quantize_mxfp4;
 use dsv4_reference::formats::quantize_nvfp4;
@@ -55,40 +55,23 @@ impl Sizes {
     pub fn config(&self) -> Config {
         let scale = (self.hidden_size / 512).max(1);
         Config {
-            layers: self.layers.clone(),
             num_mtp_layers: self.num_mtp_layers,
             num_hash_layers: self.num_hash_layers,
             hidden_size: self.hidden_size,
             vocab_size: self.vocab_size,
             num_heads: 4 * scale,
             head_dim: 128,
-            rope_dim: 64,
             q_lora_rank: 128 * scale,
             o_groups: 2,
             o_lora_rank: 128,
             index_heads: 16,
-            index_head_dim: 128,
             index_topk: 8,
             num_experts: self.num_experts,
             topk: self.topk,
             expert_width: 128 * scale,
             expert_format: self.expert_format,
-            route_scale: 1.5,
-            swiglu_limit: 10.0,
-            rope_theta: 10_000.0,
-            compress_rope_theta: 160_000.0,
-            yarn: Yarn {
-                factor: 16.0,
-                original_positions: 65_536,
-                beta_fast: 32.0,
-                beta_slow: 1.0,
-            },
             max_positions: 4096,
-            sinkhorn_iters: 20,
-            hc_eps: 1e-6,
-            norm_eps: 1e-6,
-            bos: 0,
-            eos: 1,
+            ..Config::flash(self.layers.clone())
         }
     }
 }

@@ -14,7 +14,7 @@
 //! which is exact. Integers and bytes are then the same, and that is a counted skip.
 
 use dsv4_runtime::arena::Violation;
-use dsv4_runtime::{BackendKind, Contract, Device, RuntimeError};
+use dsv4_runtime::{Contract, Device, RuntimeError};
 use serde_json::Value;
 
 use super::any::AnyCase;
@@ -146,10 +146,8 @@ fn replays(
         return Ok(());
     }
     // A recording of the emulator is the same launches again, which the runs above have judged.
-    let kind = device.environment().backend;
-    let recorder = device.backend().recorder().filter(|_| kind == BackendKind::Cuda);
-    let Some(recorder) = recorder else {
-        sequence.skip(WHAT, format!("the {kind} records no graphs"));
+    let Some(recorder) = device.graphs() else {
+        sequence.skip(WHAT, format!("the {} records no graphs", device.environment().backend));
         return Ok(());
     };
     placed.rewrite(specs, &other.tensors)?;

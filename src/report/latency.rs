@@ -1,6 +1,6 @@
 //! Times of steps of a model: a table for the terminal, and a page.
 
-use super::numbers::{aligned, significant, utc};
+use super::numbers::{aligned, significant, spread, utc};
 use crate::model::latency::{Measured, Row, Work};
 use crate::record::Spread;
 
@@ -42,12 +42,6 @@ fn name(Work { batch, context, tokens }: Work) -> String {
         1 => format!("decode, batch {batch}, context {context}"),
         _ => format!("prefill, {batch} prompts, {tokens} tokens up to {context}"),
     }
-}
-
-fn shown(spread: Spread) -> String {
-    let digits = |value| significant(value, 4);
-    let Spread { median_us, least_us, most_us, .. } = spread;
-    format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
 }
 
 fn cells(one: &Measured, shown: impl Fn(Spread) -> String) -> [String; TITLES.len()] {
@@ -112,7 +106,7 @@ pub fn page(place: &Place, all: &[Measured]) -> String {
     }
     page += &format!("\n| {} |\n|---|{}\n", TITLES.join(" | "), "--:|".repeat(TITLES.len() - 1));
     for one in all {
-        page += &format!("| {} |\n", cells(one, shown).join(" | "));
+        page += &format!("| {} |\n", cells(one, spread).join(" | "));
     }
     page += "\nA step is all its launches as one graph, the head and the sampler included. Cold and warm: the sum of its \
              launches' own times, each after other bytes have been written through the L2, or after a launch of the same. \

@@ -1,7 +1,7 @@
 //! How numbers are written: significant digits, units, thousands separators; NaN and infinities by
 //! name.
 
-use crate::record::figures;
+use crate::record::{Spread, figures};
 
 /// A count with thousands separators: `12,345,678`.
 pub(crate) fn count(value: u64) -> String {
@@ -30,6 +30,13 @@ pub(crate) fn aligned(rows: &[Vec<String>]) -> String {
 /// A measure to `digits` significant digits, in scientific notation below 0.001 and from 1,000,000.
 pub(crate) fn significant(value: f64, digits: usize) -> String {
     figures::padded(value, digits)
+}
+
+/// The median of some times in microseconds, and in parentheses the least and the largest.
+pub(crate) fn spread(spread: Spread) -> String {
+    let digits = |value| significant(value, 4);
+    let Spread { median_us, least_us, most_us, .. } = spread;
+    format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
 }
 
 /// A measure that may be of any size, with two digits: `3.1e-9`, `0.42`.

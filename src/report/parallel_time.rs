@@ -1,6 +1,6 @@
 //! Times of the attention of ranks: a table for the terminal, and a page.
 
-use super::numbers::{aligned, significant, utc};
+use super::numbers::{aligned, significant, spread, utc};
 use crate::parallel_time::Row;
 use crate::record::Spread;
 
@@ -45,12 +45,6 @@ Columns: medians over samples (least to most), of the slowest rank.
   GB/s                 what a rank receives in them
   hidden               share of them that the step does not take on top of the
                        attention";
-
-fn shown(spread: Spread) -> String {
-    let digits = |value| significant(value, 4);
-    let Spread { median_us, least_us, most_us, .. } = spread;
-    format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
-}
 
 fn cells(row: &Row, shown: impl Fn(Spread) -> String) -> [String; TITLES.len()] {
     [
@@ -113,7 +107,7 @@ pub fn page(place: &Place, rows: &[Row]) -> String {
     }
     page += &format!("\n| {} |\n|{}\n", TITLES.join(" | "), "--:|".repeat(TITLES.len()));
     for row in rows {
-        page += &format!("| {} |\n", cells(row, shown).join(" | "));
+        page += &format!("| {} |\n", cells(row, spread).join(" | "));
     }
     page + "\nA step is the attention of ranks with its collectives. Attention alone: its kernels on a rank's queries, with all \
             keys in place. Collectives alone: the all-gather of keys, in the backward also the reduce-scatter of their \

@@ -7,7 +7,7 @@ use dsv4_kernels::cache::cache_layout::LayerKind::{self, Csa, Hca, Window};
 use dsv4_kernels::cache::cache_manager::{CacheError, SequenceId};
 use dsv4_kernels::implementation::Implementation;
 use dsv4_kernels::model::checkpoint::Checkpoint;
-use dsv4_kernels::model::config::ExpertFormat;
+use dsv4_kernels::model::config::{Config, ExpertFormat};
 use dsv4_kernels::model::engine::{Chunk, Limits, Model, ModelError, Sampling};
 use dsv4_kernels::model::weights::Weights;
 use dsv4_parity::model::random::{self, Sizes};
@@ -50,13 +50,18 @@ pub(crate) fn model(layers: &[LayerKind], limits: Limits) -> Model<'static> {
     model_on(invariant_device(), sizes(layers), limits)
 }
 
+/// The weights of a random checkpoint.
+fn random_weights(device: &'static Device, config: &Config, seed: u64) -> Weights<'static> {
+    let folder = tempfile::tempdir().expect("a folder");
+    random::write(folder.path(), config, seed, &|_, _| {}).expect("a checkpoint");
+    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
+    Weights::load(device, &checkpoint, &mut |_, _| {}).expect("weights")
+}
+
 /// A random model of these sizes.
 fn model_on(device: &'static Device, sizes: Sizes, limits: Limits) -> Model<'static> {
-    let sizes = Sizes { num_mtp_layers: limits.drafts.into(), ..sizes };
-    let (config, folder) = (sizes.config(), tempfile::tempdir().expect("a folder"));
-    random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
-    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-    let weights = Weights::load(device, &checkpoint, &mut |_, _| {}).expect("weights");
+    let config = Sizes { num_mtp_layers: limits.drafts.into(), ..sizes }.config();
+    let weights = random_weights(device, &config, 1);
     Model::new(device, &config, weights, limits, Implementation::Portable).expect("a model")
 }
 
@@ -317,12 +322,7 @@ fn a_pretended_context_has_rows_for_every_layer() {
 fn other_weights_are_seen_by_recorded_steps_and_by_prefixes() {
     let (layers, limits) = ([Window, Csa], Limits { num_snapshots: 2, ..LIMITS });
     let config = sizes(&layers).config();
-    let weights = |seed: u64| {
-        let folder = tempfile::tempdir().expect("a folder");
-        random::write(folder.path(), &config, seed, &|_, _| {}).expect("a checkpoint");
-        let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-        Weights::load(invariant_device(), &checkpoint, &mut |_, _| {}).expect("weights")
-    };
+    let weights = |seed| random_weights(invariant_device(), &config, seed);
     let (prompt, sampling) = (text(7, 129), [Sampling::GREEDY]);
     let decode = |model: &mut Model<'_>| {
         let admitted = model.admit(&prompt).expect("a sequence");
@@ -352,11 +352,8 @@ fn other_weights_are_seen_by_recorded_steps_and_by_prefixes() {
     let refused = model.replace_weights(old).err().expect("a sequence runs").to_string();
     assert_eq!(refused, "`sequences` is 1: it must be 0: release them first");
     model.release(sequence).expect("released");
-    let folder = tempfile::tempdir().expect("a folder");
     let wider = Sizes { num_experts: 4, ..sizes(&layers) }.config();
-    random::write(folder.path(), &wider, 1, &|_, _| {}).expect("a checkpoint");
-    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-    let other = Weights::load(invariant_device(), &checkpoint, &mut |_, _| {}).expect("weights");
+    let other = random_weights(invariant_device(), &wider, 1);
     let refused = model.replace_weights(other).err().expect("other shapes").to_string();
     assert!(refused.starts_with("`layer 0: "), "{refused}");
 }
@@ -487,10 +484,7 @@ fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
     ];
     for (layers, tokens, seed, expert_format) in cases {
         let config = Sizes { expert_format, ..sizes(layers) }.config();
-        let folder = tempfile::tempdir().expect("a folder");
-        random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
-        let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-        let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+        let weights = random_weights(device(), &config, 1);
         let oracle = reference::oracle(device(), &config, &weights, tokens).expect("an oracle");
         let text = text(seed, tokens);
         let ids = tensor(&[tokens], text.iter().map(|&id| f64::from(id)).collect());
@@ -531,10 +525,8 @@ fn logits_are_those_of_the_composed_oracles_within_what_rounding_explains() {
 /// What the oracle samples after the same tokens, and how far another token is behind.
 #[test]
 fn the_oracle_samples_its_own_tokens_and_reports_how_far_others_are_behind() {
-    let (config, folder) = (sizes(&[Window]).config(), tempfile::tempdir().expect("a folder"));
-    random::write(folder.path(), &config, 1, &|_, _| {}).expect("a checkpoint");
-    let checkpoint = Checkpoint::open(folder.path()).expect("a checkpoint");
-    let weights = Weights::load(device(), &checkpoint, &mut |_, _| {}).expect("weights");
+    let config = sizes(&[Window]).config();
+    let weights = random_weights(device(), &config, 1);
     let oracle = reference::oracle(device(), &config, &weights, 12).expect("an oracle");
     let prompt = text(9, 6);
     for sampling in [Sampling::GREEDY, Sampling { temperature: 3.0, top_p: 1.0, seed: 5 }] {

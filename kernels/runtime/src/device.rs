@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Weak};
 
-use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule};
+use super::backend::{Backend, BackendKind, Environment, KernelExports, LoadedModule, Recorder};
 use super::cache::ModuleCache;
 use super::cuda::{self, CudaBackend};
 use super::emulator::EmulatorOptions;
@@ -408,6 +408,11 @@ impl Device {
     /// Memory, time and copies.
     pub fn backend(&self) -> &dyn Backend {
         &*self.backend
+    }
+
+    /// Records graphs; `None` where a recording is nothing but its launches again.
+    pub fn graphs(&self) -> Option<&dyn Recorder> {
+        self.backend.recorder().filter(|_| self.environment().backend == BackendKind::Cuda)
     }
 
     /// Reads a tensor, densely.

@@ -437,9 +437,9 @@ impl<'d> Model<'d> {
             step.main_layers(&shared["embed"], layers)?;
             step.head(wanted, shared, &shared["head"])
         };
-        let shape = (batch.extents(), wanted.rows.len(), !wanted.requests.is_empty());
         match &mut self.graphs {
             Some(graphs) if !is_tapped && graphs.takes(batch).is_some() => {
+                let shape = (batch.extents(), wanted.rows.len(), !wanted.requests.is_empty());
                 graphs.run(&mut step, shape, &mut launch)?;
             }
             graphs => {

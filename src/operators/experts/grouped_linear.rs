@@ -13,18 +13,16 @@ use dsv4_kernels::experts::moe_map::{MAX_EXPERTS, positions};
 use dsv4_kernels::projections::linear::{MAX_FEATURES, ScaleLayout, ScaleTensor, Weights};
 use dsv4_reference::experts::grouped_linear as reference;
 use dsv4_reference::formats::scale_layout::Scales;
-use dsv4_reference::projections::linear::BLOCK;
 
 use crate::operator::benchmarks::{Whole, last, spread_blocks};
 use crate::operator::declaration::{Axis, TensorSpec, state};
 use crate::operator::fields::{Implementation, extent};
 use crate::operator::prelude::*;
-use crate::operator::tensors::permuted_along;
 use crate::operators::experts::moe_map::{Experts, MoeMapCase, draw_experts};
 use crate::operators::formats::quantize_fp8::format_of;
 use crate::operators::projections::linear::{
-    Codes, Linear, LinearCase, QUANTIZED, SAMPLED_FEATURES, doubled, quantized, set_codes,
-    set_scales, takes_hopper,
+    Codes, Linear, LinearCase, QUANTIZED, SAMPLED_FEATURES, doubled, keep_scales, quantized,
+    set_codes, set_scales, takes_hopper,
 };
 use crate::record::Operands;
 
@@ -1061,11 +1059,7 @@ fn of_sampled_features(
     c: &mut GroupedLinearCase,
     tensors: &mut Tensors,
 ) {
-    if c.weights == Weights::Fp8 {
-        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(BLOCK));
-        let blocks: Vec<usize> = firsts.map(|out| out / BLOCK).collect();
-        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 1, &blocks));
-    }
+    keep_scales(c.weights, whole.further, 1, tensors);
 }
 
 /// A sample of rows has only the experts of its rows, whose weights it has.

@@ -295,10 +295,20 @@ pub(crate) const SAMPLED_FEATURES: usize = 256;
 
 /// The scales of the sampled blocks of weights.
 fn sample_scales(whole: &Whole<'_, Linear>, c: &mut LinearCase, tensors: &mut Tensors) {
-    if c.weights == Weights::Fp8 {
-        let firsts = whole.further.iter().filter(|out| out.is_multiple_of(reference::BLOCK));
+    keep_scales(c.weights, whole.further, 0, tensors);
+}
+
+/// Keeps the scales of the blocks that these features fill; `axis` of the scales has the blocks.
+pub(crate) fn keep_scales(
+    weights: Weights,
+    features: &[usize],
+    axis: usize,
+    tensors: &mut Tensors,
+) {
+    if weights == Weights::Fp8 {
+        let firsts = features.iter().filter(|out| out.is_multiple_of(reference::BLOCK));
         let blocks: Vec<usize> = firsts.map(|out| out / reference::BLOCK).collect();
-        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), 0, &blocks));
+        tensors.put("w_scales", permuted_along(tensors.tensor("w_scales"), axis, &blocks));
     }
 }
 

@@ -177,9 +177,7 @@ impl Operator for MhcMix {
     }
 
     fn invariantly(c: &MhcMixCase, environment: &Environment) -> MhcMixCase {
-        // One projection for any number of tokens.
-        let many = usize::MAX;
-        let implementation = fastest_projection(environment, many, c.hidden_size);
+        let implementation = invariant_projection(environment, c.hidden_size);
         MhcMixCase { implementation, ..c.clone() }
     }
 
@@ -458,6 +456,14 @@ pub(crate) fn fastest_projection(
 ) -> Implementation {
     let takes = num_tokens > launcher::FEW_TOKENS && hidden_size.is_multiple_of(8);
     if takes { Implementation::fastest_on(environment) } else { Implementation::Portable }
+}
+
+/// Those of an invariant path: it has one projection for any number of tokens.
+pub(crate) fn invariant_projection(
+    environment: &Environment,
+    hidden_size: usize,
+) -> Implementation {
+    fastest_projection(environment, usize::MAX, hidden_size)
 }
 
 /// Requires a case's number of Sinkhorn iterations to be one that the launcher accepts.

@@ -11,7 +11,7 @@ use dsv4_runtime::Device;
 use crate::operator::fields::Implementation;
 use crate::operator::prelude::*;
 use crate::operators::streams::mhc_mix::{
-    coefficients_bend_over, fastest_projection, fitting, implementations,
+    coefficients_bend_over, fastest_projection, fitting, implementations, invariant_projection,
     of_oracle as numbers_of_oracle,
 };
 use crate::operators::streams::site;
@@ -206,9 +206,7 @@ impl Operator for MhcPostMixPre {
     }
 
     fn invariantly(c: &MhcPostMixPreCase, environment: &Environment) -> MhcPostMixPreCase {
-        // One projection for any number of tokens.
-        let many = usize::MAX;
-        let implementation = fastest_projection(environment, many, c.hidden_size);
+        let implementation = invariant_projection(environment, c.hidden_size);
         MhcPostMixPreCase { implementation, ..c.clone() }
     }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::super::markdown::{code, text};
-use super::super::numbers::{counted, significant, utc};
+use super::super::numbers::{self, counted, significant, utc};
 use super::Failure;
 use super::log::{Side, Time, Timings, spread};
 use super::pairs::{Pair, Pairs};
@@ -57,11 +57,7 @@ pub fn speed(pair: &Pair, timings: &Timings) -> Option<f64> {
 }
 
 fn shown(spread: Option<Spread>) -> String {
-    let Some(Spread { median_us, least_us, most_us, .. }) = spread else {
-        return "not run".to_owned();
-    };
-    let digits = |value| significant(value, 4);
-    format!("{} ({} to {})", digits(median_us), digits(least_us), digits(most_us))
+    spread.map_or_else(|| "not run".to_owned(), numbers::spread)
 }
 
 /// The page as Markdown; `command` is the command that makes it.
